@@ -69,6 +69,7 @@ class SamplingParams:
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    stop_at_eos: bool = True  # also at the model's end-of-sequence tokens
     # Required structure of the completion (rlsys.common.structural_tags); "": none. A token without
     # an alternative is INJECTED.
     structure: str = ""

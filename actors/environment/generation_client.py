@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlsys.common.background_tasks import start_task
-from rlsys.environments.workers.generation_broker import Ask
+from rlsys.environments.workers.generation_broker import Ask, Refused
 from rlsys.types import Generation, GenerationRequest
 
 # Turns requested within this time are sent together: a call costs about a millisecond.
@@ -34,7 +34,7 @@ class GenerationClient:
         self.num_sampled = 0
 
     async def sample(self, request: GenerationRequest) -> Generation:
-        """Return the sampled turn of a request."""
+        """Return the sampled turn of a request. Raises ValueError if the engine refuses it."""
         if self._failure is not None:
             raise self._failure
         if self._listening is None:
@@ -74,11 +74,16 @@ class GenerationClient:
 
     async def _listen(self) -> None:
         while True:
-            for generation in await self._replica.answers.remote(self._worker):
-                self.num_sampled += len(generation.token_ids)
-                answer = self._waiting.get(generation.request_id)
-                if answer is not None and not answer.done():
-                    answer.set_result(generation)
+            for one in await self._replica.answers.remote(self._worker):
+                is_refused = isinstance(one, Refused)
+                self.num_sampled += 0 if is_refused else len(one.token_ids)
+                answer = self._waiting.get(one.request_id)
+                if answer is None or answer.done():
+                    continue
+                if is_refused:
+                    answer.set_exception(one.error)
+                else:
+                    answer.set_result(one)
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error

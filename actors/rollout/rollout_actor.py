@@ -27,7 +27,7 @@ from rlsys.dataflow.store.blocks import ColumnRef, Columns
 from rlsys.engines.generation.continuation import continued, merged
 from rlsys.engines.generation.generation_protocol import EngineError, EngineStats, GenerationEngine
 from rlsys.engines.generation.weight_switch import WeightSwitch
-from rlsys.environments.workers.generation_broker import Ask, GenerationBroker
+from rlsys.environments.workers.generation_broker import Ask, GenerationBroker, Refused
 from rlsys.reallocation.transport.group_transport import GroupReceiver
 from rlsys.reallocation.transport.link_epochs import Link
 from rlsys.reallocation.transport.staging import DamagedWeightsError
@@ -302,7 +302,7 @@ class RolloutActor(Heartbeat):
         await self._broker.forget(ended)
         self._broker.ask(worker, asks)
 
-    async def answers(self, worker: str) -> list[Generation]:
+    async def answers(self, worker: str) -> list[Generation | Refused]:
         """Return the turns sampled for the worker since the last call (long poll)."""
         self._serve_turns()
         return await self._broker.answers(worker, COLLECT_WAIT_S)

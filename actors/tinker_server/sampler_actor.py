@@ -140,14 +140,24 @@ class SamplerActor(Heartbeat):
         await self._engine.drop_adapter(number)
 
     async def score(
-        self, key: str, directory: Path | None, rows: list[Int32Array], top_k: int
+        self,
+        key: str,
+        directory: Path | None,
+        rows: list[Int32Array],
+        top_k: int,
+        temperature: float,
     ) -> list[Scores]:
         """Return log-probabilities. It runs in a thread, concurrently with sampling."""
         async with self._scoring:
-            return await asyncio.to_thread(self._scores, key, directory, rows, top_k)
+            return await asyncio.to_thread(self._scores, key, directory, rows, top_k, temperature)
 
     def _scores(
-        self, key: str, directory: Path | None, rows: list[Int32Array], top_k: int
+        self,
+        key: str,
+        directory: Path | None,
+        rows: list[Int32Array],
+        top_k: int,
+        temperature: float,
     ) -> list[Scores]:
         from rlsys.tinker_server.saved_weights import SequenceScorer
 
@@ -157,8 +167,8 @@ class SamplerActor(Heartbeat):
                 make.base_path, dtype=make.dtype, device=make.device, max_tokens=make.pass_tokens
             )
         self._scorer.take(key, directory)
-        logprobs = self._scorer.logprobs(rows)
-        tops = self._scorer.top_k(rows, top_k) if top_k else [None] * len(rows)
+        logprobs = self._scorer.logprobs(rows, temperature)
+        tops = self._scorer.top_k(rows, top_k, temperature) if top_k else [None] * len(rows)
         return [
             Scores(logprobs=of_row, top_k=top) for of_row, top in zip(logprobs, tops, strict=True)
         ]
@@ -304,9 +314,13 @@ class RaySampler:
         call.add_done_callback(lambda done: None if done.cancelled() else done.exception())
 
     async def score(
-        self, weights: SamplerWeights, rows: Sequence[Int32Array], top_k: int
+        self,
+        weights: SamplerWeights,
+        rows: Sequence[Int32Array],
+        top_k: int,
+        temperature: float,
     ) -> Sequence[Scores]:
-        """Return the log-probabilities of rows of tokens.
+        """Return the log-probabilities of rows of tokens at a temperature.
 
         Raises:
             FloatingPointError: They are not finite.
@@ -316,7 +330,7 @@ class RaySampler:
         worker = await self._living()
         try:
             scores: Sequence[Scores] = await worker.call(
-                "score", weights.key, weights.directory, list(rows), top_k
+                "score", weights.key, weights.directory, list(rows), top_k, temperature
             )
         except (WorkerError, EngineError) as death:
             raise self._died(worker, death) from None

@@ -176,8 +176,16 @@ def _vocab_size(path: str) -> int:
 
 
 def _listening(config: ServerConfig) -> socket.socket:
+    """Return a listening socket.
+
+    Its connections send each part of an answer at once. asyncio sets this only on sockets of
+    IPPROTO_TCP, which those of `create_server` are not. Without it, the second part of an answer
+    waits for the client's delayed acknowledgement, 40 ms on Linux.
+    """
     try:
-        return socket.create_server((config.host, config.port), backlog=4096)
+        listening = socket.create_server((config.host, config.port), backlog=4096)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listening
     except OSError as error:
         raise InvalidValue(
             "port",

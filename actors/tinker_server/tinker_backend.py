@@ -102,10 +102,14 @@ class RayBackend:
         return await sampler.sample(weights, requests, owner)
 
     async def score(
-        self, weights: SamplerWeights, rows: Sequence[Int32Array], top_k: int
+        self,
+        weights: SamplerWeights,
+        rows: Sequence[Int32Array],
+        top_k: int,
+        temperature: float,
     ) -> Sequence[Scores]:
-        """Return the log-probabilities of rows of tokens."""
-        return await self._samplers[0].score(weights, rows, top_k)
+        """Return the log-probabilities of rows of tokens at a temperature."""
+        return await self._samplers[0].score(weights, rows, top_k, temperature)
 
     async def close(self) -> None:
         """End all samplers and trainers."""

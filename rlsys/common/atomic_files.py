@@ -48,13 +48,17 @@ def write_all(file: FileIO, data: bytes) -> None:
         rest = rest[file.write(rest) :]
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file, or replace it, by renaming a temporary file that is on disk."""
+def write_atomically(path: Path, text: str, *, sync: bool = True) -> None:
+    """Write a file, or replace it, by renaming a temporary file.
+
+    With `sync`, the temporary file is on disk before.
+    """
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with temporary.open("wb", buffering=0) as file:
             write_all(file, text.encode())
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)

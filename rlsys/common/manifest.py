@@ -15,11 +15,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlsys.common.append_only_file import Tally, regular_file
+from rlsys.common.append_only_file import regular_file
 from rlsys.common.atomic_files import write_atomically
 from rlsys.common.safe_json import dump_json, parse_json
 
 MANIFEST_FILE = "manifest.json"
+READ_BYTES = 1 << 18  # stays in the processor's cache
 
 # Called with the number of bytes that are read or copied, and with that of all files.
 OnBytes = Callable[[int, int], None]
@@ -42,13 +43,17 @@ class ManifestEntry:
                 raise TypeError(f"{name}={value!r} is not of type {kind.__name__}")
 
 
-def write_manifest(directory: Path) -> str:
-    """Write the manifest of a directory and return the checksum of all its files."""
+def write_manifest(directory: Path, *, sync: bool = True) -> str:
+    """Write the manifest of a directory and return the checksum of all its files.
+
+    Without `sync`, the manifest may be lost when the machine loses power.
+    """
     names = [name for name in _files(directory) if name != MANIFEST_FILE]
     files = {name: _entry(directory / name) for name in names}
     entries = {name: asdict(entry) for name, entry in files.items()}
     manifest = {"files": entries, "crc32": _checksum(files)}
-    write_atomically(directory / MANIFEST_FILE, dump_json(manifest, indent=1) + "\n")
+    text = dump_json(manifest, indent=1) + "\n"
+    write_atomically(directory / MANIFEST_FILE, text, sync=sync)
     return _checksum(files)
 
 
@@ -141,5 +146,10 @@ def _files(directory: Path) -> list[str]:
 
 
 def _entry(path: Path) -> ManifestEntry:
-    tally = Tally.of(path, path.stat().st_size)
-    return ManifestEntry(bytes=tally.num_bytes, crc32=f"{tally.crc32:08x}")
+    num_bytes, crc32 = 0, 0
+    part = memoryview(bytearray(READ_BYTES))
+    with regular_file(path).open("rb", buffering=0) as file:
+        while num_read := file.readinto(part):
+            crc32 = zlib.crc32(part[:num_read], crc32)
+            num_bytes += num_read
+    return ManifestEntry(bytes=num_bytes, crc32=f"{crc32:08x}")

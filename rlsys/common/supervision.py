@@ -79,6 +79,9 @@ FROZEN_MODELS = Policy(RestartPolicy(2), PoisonPolicy(3))
 EVALUATION = Policy(RestartPolicy(2), PoisonPolicy(2))
 # Lost nodes take seconds to be noticed. A group that kills its replica must not kill all of them.
 REPLICAS = Policy(RestartPolicy(4, first_pause_s=1.0), PoisonPolicy(3))
+# Deaths in a row that drop groups, by replica. Progress is a complete group: replicas that finish
+# single rollouts between their deaths would be restarted for ever.
+DROPPED_GROUPS = Policy(RestartPolicy(4))
 # Of a server, which goes on without: the next request starts another one then.
 SAMPLERS = Policy(RestartPolicy(4, first_pause_s=1.0))
 # Between two steps. A restart from memory takes seconds.

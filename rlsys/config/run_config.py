@@ -88,7 +88,9 @@ class SamplingConfig(Section):
     """Strings that end a completion and remain part of it. Special tokens are compared as text."""
     interrupt_after: int | None = None
     """Completion tokens after which unfinished thinking is interrupted. The text of interruption
-    follows, which is not trained on, then an answer within max_tokens. Unset: never."""
+    follows, which is not trained on, then an answer within max_tokens. A reply of an environment
+    has its own count, and is not interrupted if its limits leave no room for an answer. Unset:
+    never."""
     interruption: str = "\n\nTime is up; I answer with what I have.\n</think>\n\n"
     """Text that ends the thinking. Its last word, such as </think>, marks the end of the thinking
     in a completion."""

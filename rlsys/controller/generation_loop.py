@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from rlsys.common.async_condition import first_of
 from rlsys.common.random_streams import request_seed
-from rlsys.common.supervision import REPLICAS, Supervisor
+from rlsys.common.supervision import DROPPED_GROUPS, REPLICAS, Policy, RestartPolicy, Supervisor
 from rlsys.controller.borrowed_replicas import BorrowedReplicas
 from rlsys.controller.device_sharing import DeviceSharing
 from rlsys.controller.episode_rewards import PlayedOutcomes
@@ -83,6 +83,8 @@ class GenerationSide:
         self._sampling = state.config.sampling.params()
         self._attempts: Counter[int] = Counter()  # issues of each group
         self._supervisor = Supervisor[int](REPLICAS, clock=state.clock)  # of replicas and groups
+        max_drops = DROPPED_GROUPS.restart.max_restarts * state.config.rollout.num_replicas
+        self._drops = Supervisor[int](Policy(RestartPolicy(max_drops)), clock=state.clock)
         self._carried = _by_group([*carried.finished, *carried.parts])
         self._carried_nodes = carried.nodes
         self._borrowed: BorrowedReplicas | None = None
@@ -290,7 +292,8 @@ class GenerationSide:
     def _on_replica_death(self, number: int, reason: str, request_ids: Sequence[str]) -> bool:
         """Mark the requests of a dead replica as unassigned, unless their groups have ended.
 
-        Return whether the replica is given up.
+        Return whether the replica is given up: it keeps dying without a finished rollout, or groups
+        are dropped without a complete one between.
         """
         state = self._state
         unassigned: defaultdict[int, list[int]] = defaultdict(list)
@@ -306,7 +309,10 @@ class GenerationSide:
                 state.store.withdraw([group.rows[index] for index in indices])
                 self._placing.mark_unassigned(group, indices)
         state.may_issue.notify()
-        return bool(decision.gives_up)
+        if not decision.drop:
+            return bool(decision.gives_up)
+        self._supervisor.progressed(place=number)  # the likely cause is gone
+        return bool(self._drops.died(reason).gives_up)
 
     def withdrawn(self, replica: str, withdrawn: Withdrawn) -> None:
         """Let other replicas continue requests that a replica has given up.
@@ -391,6 +397,8 @@ class GenerationSide:
             live.append(rollout)
             live_groups[group.group_id] = group
             rows.append(group.rows[index])
+        if any(_is_complete(group) for group in live_groups.values()):
+            self._drops.progressed()
         if live:
             self._state.store.write(
                 self._stage,
@@ -449,6 +457,10 @@ def _text(group: RunningGroup, index: int, rollout: FinishedRollout) -> RolloutT
         token_ids=completion.token_ids,
         policy_versions=[rollout.min_version if trained else INJECTED for trained in mask],
     )
+
+
+def _is_complete(group: RunningGroup) -> bool:
+    return all(note.finished is not None for note in group.rollouts)
 
 
 def _request_id(group: RunningGroup, index: int) -> str:

@@ -33,7 +33,7 @@ from rlsys.environments.token_budget import (
 from rlsys.environments.tokens.codec import Codec
 from rlsys.environments.tokens.conversation import Conversation, Path
 from rlsys.environments.tokens.token_tree import Trajectory, joined, without_tokens
-from rlsys.errors import InvalidValue
+from rlsys.errors import InvalidValue, require
 from rlsys.text.messages import Message
 from rlsys.types import (
     MAX_BRANCHES,
@@ -284,6 +284,13 @@ class Episode:
         stop: tuple[str, ...],
         structure: str,
     ) -> Turn:
+        require(
+            max_tokens is None or max_tokens >= 1,
+            "max_tokens",
+            max_tokens,
+            rule="must be at least 1",
+            fix="Leave it out for the rest of the episode's tokens.",
+        )
         budget = await self._reserve(side, conversation, prompt, max_tokens)
         path = budget.path
         generation: Generation | None = None

@@ -296,10 +296,10 @@ def sample(body: Body, limits: ModelLimits) -> SampleRequest:
     if not isinstance(params, dict):
         raise ApiError("sampling_params", params, rule="must be an object", fix="Send an object.")
     prompt_logprobs = flag(body, "prompt_logprobs")
-    top_k = whole_number(body, "topk_prompt_logprobs", 0, high=MAX_TOP_K)
+    max_top_k = min(MAX_TOP_K, limits.vocab_size)
+    top_k = whole_number(body, "topk_prompt_logprobs", 0, high=max_top_k)
     with _inside("sampling_params."):
-        sampling = _sampling(params, limits.max_context - len(prompt))
-        _check_stop_tokens(sampling.stop_token_ids, limits.vocab_size)
+        sampling = _sampling(params, limits, limits.max_context - len(prompt))
         seed = None if params.get("seed") is None else whole_number(params, "seed", high=MAX_SEED)
     return SampleRequest(
         prompt=prompt,
@@ -309,7 +309,7 @@ def sample(body: Body, limits: ModelLimits) -> SampleRequest:
         prompt_logprobs=prompt_logprobs,
         last_n=_last_n(body, len(prompt), prompt_logprobs=prompt_logprobs, top_k=top_k),
         prompt_top_k=top_k,
-        sample_top_k=whole_number(body, "topk_sample_logprobs", 0, high=MAX_TOP_K),
+        sample_top_k=whole_number(body, "topk_sample_logprobs", 0, high=max_top_k),
         record=flag(body, "record_stability_info"),
     )
 
@@ -365,17 +365,17 @@ def _prompt(prompt: Any, limits: ModelLimits) -> Int32Array:
     return np.array(tokens, np.int32)
 
 
-def _tokens(tokens: Any, vocab_size: int) -> Sequence[int]:
+def _tokens(tokens: Any, vocab_size: int, *, name: str = "prompt.tokens") -> Sequence[int]:
     if not isinstance(tokens, list):
         raise ApiError(
-            "prompt.tokens",
+            name,
             rule=f"they are {type(tokens).__name__}, not a list",
             fix="Send a list of whole numbers.",
         )
     for token in tokens:
         if type(token) is not int or not 0 <= token < vocab_size:
             raise ApiError(
-                "prompt.tokens",
+                name,
                 token,
                 rule=f"must be from 0 to {vocab_size - 1}, the model's vocabulary",
                 fix="Use the tokenizer of this model.",
@@ -383,10 +383,11 @@ def _tokens(tokens: Any, vocab_size: int) -> Sequence[int]:
     return tokens
 
 
-def _sampling(params: Body, room: int) -> SamplingParams:
+def _sampling(params: Body, limits: ModelLimits, room: int) -> SamplingParams:
     temperature = number(params, "temperature", 1.0, below=math.inf)
     top_k = whole_number(params, "top_k", -1, low=-1, high=2**31 - 1)
-    stops, stop_tokens = _stops(params.get("stop"))
+    stop = params.get("stop")
+    stops, stop_tokens = _stops(stop, limits.vocab_size)
     top_p = number(params, "top_p", 1.0, below=math.inf)
     if not 0 < top_p <= 1:
         raise ApiError(
@@ -399,23 +400,16 @@ def _sampling(params: Body, room: int) -> SamplingParams:
         max_tokens=min(whole_number(params, "max_tokens", room, low=1, high=2**31 - 1), room),
         stop=stops,
         stop_token_ids=stop_tokens,
+        stop_at_eos=stop != [],
     )
     return found if temperature else found.greedy
 
 
-def _check_stop_tokens(tokens: Sequence[int], vocab_size: int) -> None:
-    for token in tokens:
-        if token >= vocab_size:
-            raise ApiError(
-                "stop",
-                token,
-                rule=f"must be from 0 to {vocab_size - 1}, the model's vocabulary",
-                fix="Use the tokenizer of this model.",
-            )
+def _stops(stop: Any, vocab_size: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the stop strings and the stop tokens.
 
-
-def _stops(stop: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return the stop strings and the stop tokens."""
+    Both are empty for None and for []. The latter disables the end of sequence too.
+    """
     if stop is None:
         return (), ()
     if isinstance(stop, str):
@@ -427,17 +421,10 @@ def _stops(stop: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
             rule="must be a text, or a list of texts or of tokens",
             fix="Send one of them.",
         )
-    if not stop:
-        raise ApiError(
-            "stop",
-            stop,
-            rule="this server always stops at the end of sequence",
-            fix="Leave stop out.",
-        )
     if all(isinstance(one, str) and one for one in stop):
         return tuple(whole_characters("stop", one) for one in stop), ()
-    if all(type(one) is int and one >= 0 for one in stop):
-        return (), tuple(stop)
+    if all(type(one) is int for one in stop):
+        return (), tuple(_tokens(stop, vocab_size, name="stop"))
     raise ApiError(
         "stop",
         stop,

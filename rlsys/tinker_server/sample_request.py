@@ -89,15 +89,20 @@ async def _scores(
     request: SampleRequest,
     generations: Sequence[Generation],
 ) -> tuple[Scores | None, list[TopK | None]]:
-    """Return the scores of the prompt, and the most likely tokens of each completion."""
+    """Return the scores of the prompt, and the most likely tokens of each completion.
+
+    Those of the prompt are the model's own, at temperature 1. Those of a completion are at the
+    temperature of its sampler_logprobs.
+    """
     nothing: list[TopK | None] = [None] * len(generations)
     prompt = None
     if request.last_n:
-        (prompt,) = await backend.score(weights, [request.prompt], request.prompt_top_k)
+        (prompt,) = await backend.score(weights, [request.prompt], request.prompt_top_k, 1.0)
     if not request.sample_top_k:
         return prompt, nothing
     whole = [np.concatenate((request.prompt, one.token_ids)) for one in generations]
-    scores = await backend.score(weights, whole, request.sample_top_k)
+    temperature = request.sampling.temperature
+    scores = await backend.score(weights, whole, request.sample_top_k, temperature)
     start = len(request.prompt) - 1
     tops: list[TopK | None] = []
     for one in scores:

@@ -14,7 +14,7 @@ from rlsys.engines.generation.torch.adapter_bank import NO_ADAPTER, AdapterBank
 from rlsys.engines.inference.frozen_model import infer
 from rlsys.engines.models.adapter_files import read_adapter
 from rlsys.engines.models.causal_lm import load_causal_lm
-from rlsys.engines.models.model_roles import load_role
+from rlsys.engines.models.model_roles import Policy, load_role
 from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.engines.training.adapters import ADAPTER
 from rlsys.engines.training.ranks import Ranks
@@ -71,16 +71,17 @@ class SequenceScorer:
         self._base_path = base_path
         self._dtype = dtype
         self._max_tokens = max_tokens
-        self._role = load_role(
+        self._device = torch.device(device)
+        self._network = load_role(
             base_path,
             head="logits",
             dtype=dtype,
             trained=False,
             temperature=1.0,
-            device=torch.device(device),
-        )
-        self._role.network.requires_grad_(False).to(device)
-        self._bank = AdapterBank(self._role.network.model)
+            device=self._device,
+        ).network
+        self._network.requires_grad_(False).to(device)
+        self._bank = AdapterBank(self._network.model)
         self._whole: Path | None = None  # whole weights that are loaded; None: the base model
         self._key = ""
 
@@ -101,7 +102,7 @@ class SequenceScorer:
         whole = None if is_adapter else directory
         if whole != self._whole:
             found = saved_tensors(self._base_path, whole, dtype=self._dtype)
-            for name, tensor in model_tensors(self._role.network.model).items():
+            for name, tensor in model_tensors(self._network.model).items():
                 tensor.copy_(found[name])
             self._whole = whole
         if is_adapter:
@@ -111,25 +112,28 @@ class SequenceScorer:
         self._bank.select(chosen, chosen, num_rows=1)  # all rows of a pass as one
         self._key = key
 
-    def logprobs(self, rows: list[Int32Array]) -> list[Float32Array]:
+    def logprobs(self, rows: list[Int32Array], temperature: float = 1.0) -> list[Float32Array]:
         """Return the log-probabilities of each row's tokens but the first, [N - 1] each."""
-        return infer(
-            self._role, [_row(one) for one in rows], max_tokens=self._max_tokens, ranks=Ranks(0, 1)
-        )
+        return self._infer(rows, temperature)
 
-    def top_k(self, rows: list[Int32Array], k: int) -> list[TopK]:
+    def top_k(self, rows: list[Int32Array], k: int, temperature: float = 1.0) -> list[TopK]:
         """Return the most likely tokens at the same places, [N - 1, k] each."""
-        found = infer(
-            self._role,
-            [_row(one) for one in rows],
-            max_tokens=self._max_tokens,
-            ranks=Ranks(0, 1),
-            top_k=k,
-        )
+        found = self._infer(rows, temperature, top_k=k)
         split = [one.reshape(-1, 2 * k + 1) for one in found]
         return [
             TopK(token_ids=one[:, :k].astype(np.int32), logprobs=one[:, k : 2 * k]) for one in split
         ]
+
+    def _infer(
+        self, rows: list[Int32Array], temperature: float, *, top_k: int = 0
+    ) -> list[Float32Array]:
+        return infer(
+            Policy(self._network, self._device, temperature),
+            [_row(one) for one in rows],
+            max_tokens=self._max_tokens,
+            ranks=Ranks(0, 1),
+            top_k=top_k,
+        )
 
 
 def _row(token_ids: Int32Array) -> TrainRow:

@@ -51,7 +51,7 @@ class BaseModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Log-probabilities of one row's tokens but the first."""
+    """Log-probabilities of one row's tokens but the first, at one temperature."""
 
     logprobs: Float32Array  # [N - 1]
     top_k: TopK | None = None
@@ -118,9 +118,13 @@ class Backend(Protocol):
         """
 
     async def score(
-        self, weights: SamplerWeights, rows: Sequence[Int32Array], top_k: int
+        self,
+        weights: SamplerWeights,
+        rows: Sequence[Int32Array],
+        top_k: int,
+        temperature: float,
     ) -> Sequence[Scores]:
-        """Return the log-probabilities of rows of tokens."""
+        """Return the log-probabilities of rows of tokens at a temperature."""
 
     async def close(self) -> None:
         """End all trainers and samplers."""

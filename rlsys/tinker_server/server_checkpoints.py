@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from rlsys.common.atomic_files import write_atomically, writing
+from rlsys.common.background_tasks import report, start_thread
 from rlsys.common.manifest import MANIFEST_FILE, check_entry, faults_of, write_manifest
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.tinker_server.api_errors import ApiError
@@ -262,7 +263,9 @@ class ServerCheckpoints:
                 aside.mkdir(parents=True)
                 yield aside
                 (aside / SAVED).write_text(dump_json(asdict(description)))
-                await asyncio.to_thread(write_manifest, aside)
+                # The next server deletes temporary checkpoints, so they need not be on disk.
+                sync = not description.is_temporary
+                await asyncio.to_thread(write_manifest, aside, sync=sync)
                 self._put(aside, place, ttl_s)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
@@ -316,6 +319,17 @@ class ServerCheckpoints:
         for one in (_before(directory), directory):
             shutil.rmtree(one, ignore_errors=True)
         self._set_ttl(directory, None)
+
+    def remove_temporary(self, directory: Path) -> None:
+        """Delete a temporary checkpoint. A thread removes its files.
+
+        The next server removes the files if this one ends before.
+        """
+        aside = directory.with_name(f".{directory.name}.removed.partial")
+        with contextlib.suppress(OSError):  # it has expired
+            directory.rename(aside)
+        self._set_ttl(directory, None)
+        start_thread(shutil.rmtree, aside, True, name=f"remove {directory.name}", fail=report)
 
     def all(self) -> list[ServerCheckpoint]:
         """Return the checkpoints of all models, oldest first."""

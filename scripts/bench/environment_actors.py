@@ -84,6 +84,8 @@ def reply_to(request: GenerationRequest) -> Generation:
 class NullEngine:
     """Engine that answers each request with `5<eos>` after `delay_s`."""
 
+    context = 1 << 20
+
     def __init__(self, delay_s: float = 0.0) -> None:
         self._delay_s = delay_s
         self._ended: list[Generation] = []

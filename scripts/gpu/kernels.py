@@ -192,7 +192,7 @@ def optimizer(settings: Settings) -> None:
             parameter = torch.nn.Parameter(
                 torch.randn(size // 64, 64, device=settings.device, dtype=torch.float32)
             )
-            adamw = build_adamw([parameter], TrainerConfig(optimizer_state=state))
+            adamw = build_adamw({"weight": parameter}, TrainerConfig(optimizer_state=state))
             parameter.grad = torch.randn_like(parameter)
             seconds = seconds_of(adamw.step)
             values |= {

@@ -61,6 +61,8 @@ class ScriptedEngine:
     changes with every second token.
     """
 
+    context = 1 << 20
+
     def __init__(self) -> None:
         self._ended: asyncio.Queue[Generation | None] = asyncio.Queue()
         self._growing: dict[str, GenerationRequest] = {}

@@ -306,9 +306,9 @@ def test_scores_that_are_not_finite_fail_alone() -> None:
         for bad in (np.nan, -np.inf):
             one.worker.scores = [Scores(logprobs=np.array([-1.0, bad], np.float32))]
             with pytest.raises(FloatingPointError):
-                await one.sampler.score(BASE, rows, 0)
+                await one.sampler.score(BASE, rows, 0, 1.0)
         one.worker.scores = [Scores(logprobs=np.array([-1.0, -2.0], np.float32))]
-        assert await one.sampler.score(BASE, rows, 0) == one.worker.scores
+        assert await one.sampler.score(BASE, rows, 0, 1.0) == one.worker.scores
         assert (len(one.workers), one.warnings) == (1, [])
         await one.sampler.close()
 

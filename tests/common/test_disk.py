@@ -10,15 +10,23 @@ import errno
 import json
 import pickle
 import resource
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlsys.common.append_only_file import GrowingFile, Tally
 from rlsys.common.atomic_files import DiskError, write_atomically, writing
-from rlsys.common.manifest import write_manifest
+from rlsys.common.manifest import (
+    READ_BYTES,
+    ManifestEntry,
+    faults_of,
+    read_manifest,
+    write_manifest,
+)
 from rlsys.data.swarm.external_log import ExternalLog, read_external
 from rlsys.data.swarm.shared_pool import SharedCompletion, SharedGroup
 from rlsys.runs.observe.trace import Tracer
@@ -115,6 +123,16 @@ def test_a_manifest_is_complete_or_absent(tmp_path: Path) -> None:
         write_manifest(tmp_path)
     assert raised.value.errno == errno.EFBIG
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_the_checksum_of_a_file_of_several_parts_is_that_of_its_bytes(tmp_path: Path) -> None:
+    data = np.random.default_rng(0).bytes(2 * READ_BYTES + 1)
+    (tmp_path / "file").write_bytes(data)
+    write_manifest(tmp_path)
+    entry = ManifestEntry(bytes=len(data), crc32=f"{zlib.crc32(data):08x}")
+    assert read_manifest(tmp_path) == {"file": entry}
+    (tmp_path / "file").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert faults_of(tmp_path)
 
 
 def test_an_error_is_pickled_with_its_number(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -57,7 +57,7 @@ from rlsys.dataflow.scheduling.ledger import Event, Ledger
 from rlsys.dataflow.scheduling.lending import LendingSettings
 from rlsys.engines.generation.sampling import stream_key
 from rlsys.rewards import RewardFailure, RewardResult
-from rlsys.types import WeightManifest
+from rlsys.types import GenerationRequest, WeightManifest
 from tests.errors import error_about, invalid
 from tests.tiers import examples
 
@@ -820,27 +820,73 @@ def test_a_learner_that_dies_while_nobody_asks_it_gives_its_weights_to_whoever_j
     assert len(w.observer.restarts) == 1
 
 
-def test_a_group_that_replicas_die_of_is_dropped() -> None:
-    """The rollouts of the group never end, and its replica dies after a while."""
-    w = world(num_replicas=1, num_steps=2, asynchrony=AsyncConfig(max_staleness=0))
+def poison(w: World, is_poison: Callable[[int, int], bool]) -> None:
+    """Let replicas die 30 s after they get a rollout for which `is_poison(group, index)` is true.
 
-    def poison(replica: SimulatedReplica) -> None:
+    Such rollouts never end.
+    """
+
+    def prepare(replica: SimulatedReplica) -> None:
         submit = replica.submit
 
-        async def submit_and_die(requests: Any, priors: Any) -> None:
-            healthy = [r for r in requests if not r.request_id.startswith("2.")]
+        def is_deadly(request: GenerationRequest) -> bool:
+            group, index, _ = map(int, request.request_id.split("."))
+            return is_poison(group, index)
+
+        async def submit_and_die(
+            requests: Sequence[GenerationRequest], priors: Mapping[str, Any]
+        ) -> None:
+            healthy = [request for request in requests if not is_deadly(request)]
             await submit(healthy, priors)
             if len(healthy) < len(requests):
                 asyncio.get_running_loop().call_later(30.0, replica.die)
 
         replica.submit = submit_and_die  # type: ignore[method-assign]
 
-    w.fleet.prepare = poison
-    poison(w.replicas[0])
+    w.fleet.prepare = prepare
+    for replica in w.replicas:
+        prepare(replica)
+
+
+def test_a_group_that_replicas_die_of_is_dropped() -> None:
+    w = world(num_replicas=1, num_steps=2, asynchrony=AsyncConfig(max_staleness=0))
+    poison(w, lambda group, index: group == 2)
     run_in_virtual_time(w.run())
     assert w.ledger.drop_reasons == {"replica died": 1}
     assert w.ledger.num_trained == 8
     assert len(w.observer.deaths) == 3
+
+
+@settings(max_examples=examples(15), deadline=None)
+@given(
+    every=st.integers(2, 5),
+    num_replicas=st.integers(1, 3),
+    max_staleness=st.integers(0, 2),
+    is_whole=st.booleans(),
+)
+def test_many_groups_that_replicas_die_of_are_dropped_each(
+    every: int, num_replicas: int, max_staleness: int, is_whole: bool
+) -> None:
+    """The others are trained, although replicas keep dying."""
+    asynchrony = AsyncConfig(max_staleness=max_staleness)
+    w = world(num_replicas=num_replicas, num_steps=4, asynchrony=asynchrony)
+    poison(w, lambda group, index: group % every == 0 and (is_whole or index == 0))
+    run_in_virtual_time(w.run())
+    trained = {g for step in w.trainer_proxy.trained for rows in step for g in rows.group_ids}
+    assert len(trained) == w.ledger.num_trained == 16
+    assert not any(group % every == 0 for group in trained)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("index", [None, 0])
+def test_a_run_ends_if_replicas_die_of_every_group(num_replicas: int, index: int | None) -> None:
+    """All rollouts are deadly, or one of each group: then replicas finish others before."""
+    w = world(num_replicas=num_replicas)
+    poison(w, lambda group, i: index in (None, i))
+    with error_about(ReplicaDied, "rollout-"):
+        run_in_virtual_time(w.run())
+    assert len(w.observer.deaths) <= 20 * num_replicas
+    assert w.ledger.num_trained == 0
 
 
 def test_over_issue_replaces_no_group_that_could_only_be_stale() -> None:

@@ -25,6 +25,8 @@ from rlsys.types import (
 class Sampler:
     """Engine whose requests end, or which fails, when a test says so."""
 
+    context = 1 << 20
+
     def __init__(self) -> None:
         self.version = 0
         self.running: list[GenerationRequest] = []

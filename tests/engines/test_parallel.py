@@ -16,6 +16,7 @@ from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.algorithms.values import value_loss
 from rlsys.config.parallel_layout import ParallelLayout
 from rlsys.engines.training.fsdp_engine import FSDPEngine
+from rlsys.engines.training.optimizer import MOMENTS
 from rlsys.errors import InvalidValue
 from rlsys.reallocation.shards import local_part, whole
 from rlsys.types import MicroBatch, TrainRow
@@ -313,6 +314,37 @@ def resumed(rank: int, world_size: int, directory: Path, *, before: str, after: 
     second.export(directory / f"hf-{after}")
     outputs = second.infer(ROWS) if second._layout.counts(rank) else second.infer(ROWS) and None
     return restored, saved, weights(first), weights(second), outputs
+
+
+def tied_moments(rank: int, world_size: int, directory: Path) -> list[torch.Tensor] | None:
+    """Return weights and 16-bit moments of the tied embedding on this stage, after two steps."""
+    engine = make_engine(
+        directory / "model",
+        layout="pp2",
+        rank=rank,
+        world_size=world_size,
+        optimizer_state="bfloat16",
+    )
+    for _ in range(2):
+        engine.accumulate(MicroBatch(rows=ROWS))
+        engine.optimizer_step()
+    assert engine._role.stage is not None
+    weight = engine._role.stage.tied_weight()
+    if weight is None:
+        return None
+    moments = engine._optimizer.moments(weight)
+    return [local_part(one).detach().clone() for one in (weight, *(moments[n] for n in MOMENTS))]
+
+
+@pytest.mark.slow
+def test_tied_weights_of_two_stages_are_rounded_alike(tmp_path: Path) -> None:
+    build_model(tmp_path / "model", "qwen3", num_layers=2)  # embedding and head are tied
+    first, last = on_ranks(2, tied_moments, tmp_path)
+    assert first is not None
+    assert last is not None
+    for one, other in zip(first, last, strict=True):
+        assert torch.equal(one, other)
+        assert one.abs().sum() > 0
 
 
 @pytest.mark.parametrize(

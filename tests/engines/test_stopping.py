@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from rlsys.engines.generation.stopping import end_of_sequence_ids, text_after, text_decoder
+from rlsys.engines.generation.stopping import (
+    end_of_sequence_ids,
+    stop_ids,
+    text_after,
+    text_decoder,
+)
 from rlsys.engines.generation.torch.slots import Slots
 from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.types import FinishReason, GenerationRequest, SamplingParams
@@ -52,6 +58,19 @@ def test_a_stop_string_may_begin_with_the_first_tokens_space() -> None:
         slots.record(np.array([0]), np.array([token]), np.zeros(1, np.float32), version=0)
         reasons.append(slots.ended(np.array([0])))
     assert reasons == [{}, {0: FinishReason.STOP}]
+
+
+def test_tokens_of_a_request_end_it_besides_the_models_own() -> None:
+    def found(**sampling: Any) -> list[int]:
+        request = GenerationRequest(
+            request_id="a", prompt_token_ids=[1], sampling=SamplingParams(**sampling), seed=0
+        )
+        return stop_ids(request, (9, 2))
+
+    assert found() == [2, 9]
+    assert found(stop_token_ids=(5, 2)) == [2, 5, 9]
+    assert found(stop_token_ids=(5,), stop_at_eos=False) == [5]
+    assert found(stop_at_eos=False) == []
 
 
 def test_special_tokens_are_text(tmp_path: Path) -> None:

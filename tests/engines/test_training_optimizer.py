@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ from torch import nn
 from rlsys.config import TrainerConfig
 from rlsys.engines.training import optimizer as optimizer_module
 from rlsys.engines.training.optimizer import (
+    MOMENTS,
     AdamW,
     _rounded,
     build_adamw,
@@ -14,6 +16,7 @@ from rlsys.engines.training.optimizer import (
     scale_gradients,
     squared_norm,
 )
+from rlsys.reallocation.shards import Box
 
 
 def rates(config: TrainerConfig, num_steps: int) -> list[float]:
@@ -52,7 +55,9 @@ def test_a_run_of_only_warm_up_or_beyond_its_end_has_a_rate() -> None:
 
 def test_weight_decay_applies_to_matrices_only() -> None:
     matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
-    optimizer = build_adamw([matrix, vector], TrainerConfig(learning_rate=0.5, weight_decay=0.2))
+    optimizer = build_adamw(
+        {"matrix": matrix, "vector": vector}, TrainerConfig(learning_rate=0.5, weight_decay=0.2)
+    )
     matrix.grad, vector.grad = torch.zeros(2, 2), torch.zeros(2)
     optimizer.step()
     assert matrix.tolist() == [[pytest.approx(0.9)] * 2] * 2
@@ -96,7 +101,7 @@ def test_small_changes_of_a_16_bit_moment_add_up() -> None:
     """
     vector = nn.Parameter(torch.zeros(2000))
     options = {"optimizer_state": "bfloat16", "adam_betas": (0.9, 0.999)}
-    optimizer = build_adamw([vector], TrainerConfig(learning_rate=1e-6, **options))  # type: ignore[arg-type]
+    optimizer = build_adamw({"vector": vector}, TrainerConfig(learning_rate=1e-6, **options))  # type: ignore[arg-type]
     vector.grad = torch.ones(2000)
     for _ in range(1000):
         optimizer.step()
@@ -106,18 +111,95 @@ def test_small_changes_of_a_16_bit_moment_add_up() -> None:
     assert float(moments["exp_avg"].float().mean()) == pytest.approx(1, rel=0.01)
 
 
-def test_copies_of_the_same_weights_stay_the_same() -> None:
-    """Use copies with other parameters before them."""
-    torch.manual_seed(0)
-    first, *_, copy = parameters = [nn.Parameter(torch.zeros(*s)) for s in ((9,), (3,), (9,))]
+SIDE = 256  # 2^16 elements
+NUM_STEPS, BETAS = 4, TrainerConfig().adam_betas
+
+
+def moments_after(
+    names: Sequence[str],
+    *,
+    device: str = "cpu",
+    shape: Sequence[int] = (SIDE, SIDE),
+) -> dict[str, torch.Tensor]:
+    """Return both moments of parameters with equal gradients, by name of the parameter."""
+    parameters = {name: nn.Parameter(torch.zeros(*shape, device=device)) for name in names}
     optimizer = build_adamw(parameters, TrainerConfig(optimizer_state="bfloat16"))
-    for _ in range(3):
-        gradient = torch.randn(9)
-        first.grad, copy.grad = gradient.clone(), gradient.clone()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(NUM_STEPS):
+        gradient = torch.randn(*shape, generator=generator)
+        for parameter in parameters.values():
+            parameter.grad = gradient.to(device)
         optimizer.step()
-    moments = [optimizer.moments(one)["exp_avg"] for one in (first, copy)]
-    assert torch.equal(*moments)
-    assert moments[0].abs().sum() > 0
+    return {
+        name: torch.stack([optimizer.moments(one)[key].float() for key in MOMENTS]).cpu()
+        for name, one in parameters.items()
+    }
+
+
+def exact_moments() -> torch.Tensor:
+    """Return what `moments_after` would return with float32 moments, [2, SIDE, SIDE]."""
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.zeros(2, SIDE, SIDE)
+    for _ in range(NUM_STEPS):
+        gradient = torch.randn(SIDE, SIDE, generator=generator)
+        exact[0].lerp_(gradient, 1 - BETAS[0])
+        exact[1].lerp_(gradient**2, 1 - BETAS[1])
+    return exact
+
+
+def correlation(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Return the correlation of two tensors, over all elements."""
+    return float(torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1])
+
+
+def assert_rounded_independently(device: str) -> None:
+    """Compare the errors of two parameters of one shape with those of float32 moments."""
+    rounded = moments_after(["a", "b"], device=device)
+    errors = [rounded[name] - exact_moments() for name in ("a", "b")]
+    for moment in range(2):
+        assert errors[0][moment].abs().max() > 0
+        assert abs(correlation(errors[0][moment], errors[1][moment])) < 0.05
+    assert abs(correlation(errors[0][0], errors[0][1])) < 0.05
+
+
+def test_parameters_of_one_shape_are_rounded_independently() -> None:
+    assert_rounded_independently("cpu")
+
+
+def test_the_kernel_of_gpus_rounds_parameters_of_one_shape_independently(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(AdamW, "_update_on_cpu", AdamW._update_on_gpu)
+    assert_rounded_independently("cpu")
+
+
+@pytest.mark.gpu
+def test_parameters_of_one_shape_are_rounded_independently_on_a_gpu() -> None:
+    assert_rounded_independently("cuda")
+
+
+def test_copies_of_the_same_weights_stay_the_same() -> None:
+    """Another rank has the same parameter among others."""
+    names = ["norm", "first", "second"]
+    ours, theirs = moments_after(names, shape=(9,)), moments_after(["norm", "third"], shape=(9,))
+    assert torch.equal(ours["norm"], theirs["norm"])
+    assert ours["norm"].abs().sum() > 0
+    assert not torch.equal(ours["norm"], ours["first"])
+
+
+def test_copies_of_a_shard_are_rounded_alike_and_other_shards_independently(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Use dp2x2: two copies of two shards, with equal gradients, so that only rounding differs."""
+    moments = []
+    for start in (0, SIDE, 0, SIDE):  # ranks 0 .. 3
+        box = Box(((start, start + SIDE), (0, SIDE)))
+        monkeypatch.setattr(optimizer_module, "local_box", lambda _, box=box: box)
+        moments.append(moments_after(["weight"])["weight"])
+    assert torch.equal(moments[0], moments[2])
+    assert torch.equal(moments[1], moments[3])
+    exact = exact_moments()
+    assert abs(correlation(moments[0] - exact, moments[1] - exact)) < 0.05
 
 
 def fitted(**options: object) -> tuple[torch.Tensor, float]:
@@ -126,7 +208,7 @@ def fitted(**options: object) -> tuple[torch.Tensor, float]:
     true = torch.randn(16, 4, generator=generator)
     weight, bias = nn.Parameter(torch.zeros(16, 4)), nn.Parameter(torch.zeros(4))
     config = TrainerConfig(learning_rate=0.02, weight_decay=0.01, **options)  # type: ignore[arg-type]
-    optimizer = build_adamw([weight, bias], config)
+    optimizer = build_adamw({"weight": weight, "bias": bias}, config)
     losses = []
     for _ in range(300):
         x = torch.randn(32, 16, generator=generator)

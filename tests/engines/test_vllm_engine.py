@@ -321,6 +321,12 @@ def test_both_engines_end_at_the_same_tokens(
     for generation in (ours, theirs):
         assert generation.finish_reason is FinishReason.STOP
         assert generation.token_ids.tolist() == tokens[: tokens.index(EOS) + 1]
+    requests = make_requests([[9]] * (seed + 1), "on", max_tokens=40, stop_at_eos=False)[-1:]
+    (ours,) = run(torch_generate(path, requests)).values()
+    (theirs,) = run(generate(engine, requests))
+    for generation in (ours, theirs):
+        assert generation.finish_reason is FinishReason.LENGTH
+        assert generation.token_ids.tolist() == drawn(seed, 40)
 
 
 def without_one(tensors: dict[str, torch.Tensor]) -> None:

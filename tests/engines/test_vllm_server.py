@@ -225,7 +225,8 @@ def test_requests_carry_their_stream_and_cache_and_answers_their_versions(
             engine = make_engine(path, url)
             await engine.start()
             served.max_tokens_at_once = 2
-            engine.submit([request("a", [5, 6, 7], max_tokens=5), request("b", [9], max_tokens=6)])
+            first = request("a", [5, 6, 7], max_tokens=5, stop_token_ids=(7,))
+            engine.submit([first, request("b", [9], max_tokens=6, stop_at_eos=False)])
             with invalid("request_id", "a"):
                 engine.submit([request("a", [1])])
             with invalid("request 'long': prompt_token_ids"):
@@ -249,6 +250,7 @@ def test_requests_carry_their_stream_and_cache_and_answers_their_versions(
     assert found["b"].policy_versions.tolist() == [0, 0, 4, 4, 4, 4]
     streams = [body["sampling_params"]["extra_args"]["rlsys_stream"] for body in served.bodies]
     assert streams[1:] == [[stream_key(3), 0]] * 2
+    assert [body["sampling_params"]["stop_token_ids"] for body in served.bodies[1:]] == [[2, 7], []]
     salts = {body["cache_salt"] for body in served.bodies}
     assert len(salts) == 1  # all after the first weights
     ids = [body["request_id"] for body in served.bodies]

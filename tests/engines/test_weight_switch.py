@@ -25,6 +25,8 @@ SWITCH = ["pause", "load", "resume"]
 class ScriptedEngine:
     """Engine whose requests end when a test says so; `calls` are in order."""
 
+    context = 1 << 20
+
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.ended: asyncio.Queue[list[str]] = asyncio.Queue()

@@ -16,6 +16,7 @@ from rlsys.environments.token_budget import EpisodeLimits
 from rlsys.environments.tokens.codec import Codec
 from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
+from tests.errors import invalid
 
 CODEC = Codec(build_tokenizer("0123456789?"), chat_template="")
 
@@ -82,6 +83,19 @@ def test_calls_that_fit_run_concurrently_and_share_the_first_prompt() -> None:
         # Four fit at once, since their prompt does not count; the fifth waits for one.
         assert sampler.asked == [(0, 5)] * 4 + [(1, 4)]
         assert one.is_truncated is False
+
+    run_in_virtual_time(run())
+
+
+def test_a_reply_without_tokens_is_not_requested() -> None:
+    async def run() -> None:
+        sampler = Timed([(4, 1)])
+        one = episode(sampler)
+        for max_tokens in (0, -1):
+            with invalid("max_tokens", max_tokens):
+                await one.turn(says("?"), max_tokens=max_tokens)
+        await one.turn(says("?"), max_tokens=1)
+        assert sampler.asked == [(0, 1)]
 
     run_in_virtual_time(run())
 

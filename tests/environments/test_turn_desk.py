@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.environment.generation_client import GenerationClient
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.engines.generation.generation_protocol import EngineError
-from rlsys.environments.workers.generation_broker import Ask, GenerationBroker
+from rlsys.environments.workers.generation_broker import Ask, GenerationBroker, Refused
+from rlsys.errors import InvalidValue, require
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 from tests.errors import error_about
 
@@ -27,6 +30,10 @@ class Engine:
         self._ended: asyncio.Queue[Generation] = asyncio.Queue()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            require(
+                request.sampling.max_tokens > 0, "max_tokens", 0, rule="must be positive", fix=""
+            )
         for request in requests:
             self.submitted.append(request)
             number = len(self.submitted)
@@ -73,8 +80,61 @@ async def all_answers(desk: GenerationBroker, worker: str, num: int) -> dict[str
     while len(found) < num:
         answers = await desk.answers(worker, 10.0)
         assert answers, "nothing came"
-        found.update((one.request_id, int(one.token_ids[0])) for one in answers)
+        for one in answers:
+            assert isinstance(one, Generation)
+            found[one.request_id] = int(one.token_ids[0])
     return found
+
+
+def unrunnable(episode: str, turn: int) -> Ask:
+    asked = ask(episode, turn)
+    return replace(asked, request=replace(asked.request, sampling=SamplingParams(max_tokens=0)))
+
+
+def test_a_request_that_the_engine_refuses_fails_alone() -> None:
+    """A replay of the episode is refused too, and does not wait for an answer."""
+
+    async def run() -> None:
+        desk = GenerationBroker(Engine())
+        running = asyncio.create_task(desk.run())
+        asks = [ask("a", 1), unrunnable("b", 1), ask("c", 1)]
+        desk.ask("one", asks)
+        (refused,) = await desk.answers("one", 0.5)
+        assert isinstance(refused, Refused)
+        assert refused.request_id == "b.1"
+        assert isinstance(refused.error, InvalidValue)
+        assert refused.error.field == "max_tokens"
+        assert await all_answers(desk, "one", 2) == {"a.1": 1, "c.1": 2}
+        desk.ask("heir", asks)
+        found = await desk.answers("heir", 0.5)
+        assert [one.request_id for one in found] == ["a.1", "c.1", "b.1"]
+        running.cancel()
+
+    run_in_virtual_time(run())
+
+
+def test_the_client_raises_the_refusal_in_its_episode_only() -> None:
+    async def run() -> None:
+        desk = GenerationBroker(Engine())
+        running = asyncio.create_task(desk.run())
+
+        async def answers(worker: str) -> list[Generation | Refused]:
+            return await desk.answers(worker, 10.0)
+
+        async def take(worker: str, asks: Sequence[Ask], ended: Sequence[str]) -> None:
+            desk.ask(worker, asks)
+
+        replica = SimpleNamespace(
+            ask=SimpleNamespace(remote=take), answers=SimpleNamespace(remote=answers)
+        )
+        client = GenerationClient("one", replica)
+        requests = [one.request for one in (ask("a", 1), unrunnable("b", 1), ask("c", 1))]
+        found = await asyncio.gather(*map(client.sample, requests), return_exceptions=True)
+        assert [type(one) for one in found] == [Generation, InvalidValue, Generation]
+        assert isinstance(await client.sample(ask("a", 2).request), Generation)
+        running.cancel()
+
+    run_in_virtual_time(run())
 
 
 def test_answers_go_to_the_worker_that_asked() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlsys.tinker_server.datum_rows import DataRows, ModelLimits
+from rlsys.tinker_server.protobuf_messages import TopK
 from rlsys.tinker_server.server_backend import BaseModel, PassResult, Scores, StepParams
 from rlsys.tinker_server.server_checkpoints import SamplerWeights
 from rlsys.types import FinishReason, Generation, GenerationRequest, Int32Array, TrainRow
@@ -117,11 +118,24 @@ class FakeBackend:
         ]
 
     async def score(
-        self, weights: SamplerWeights, rows: Sequence[Int32Array], top_k: int
+        self,
+        weights: SamplerWeights,
+        rows: Sequence[Int32Array],
+        top_k: int,
+        temperature: float,
     ) -> Sequence[Scores]:
-        return [
-            Scores(logprobs=-np.arange(1, len(one), dtype=np.float32), top_k=None) for one in rows
-        ]
+        """Return −1 / temperature, −2 / temperature, ... as the numbers of each row."""
+        found = []
+        for one in rows:
+            logprobs = -np.arange(1, len(one), dtype=np.float32) / temperature
+            top = None
+            if top_k:
+                top = TopK(
+                    token_ids=np.repeat(one[1:, None], top_k, axis=1),
+                    logprobs=np.repeat(logprobs[:, None], top_k, axis=1),
+                )
+            found.append(Scores(logprobs=logprobs, top_k=top))
+        return found
 
     async def close(self) -> None:
         for trainer in self.trainers.values():

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlsys.common.atomic_files import DiskError
-from rlsys.common.manifest import write_manifest
+from rlsys.common.manifest import faults_of, write_manifest
+from rlsys.tinker_server import server_checkpoints
 from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.server_checkpoints import SavedModel, ServerCheckpoints, check_undamaged
 from tests.tinker_server.clocks import Clock
@@ -176,22 +179,67 @@ def test_the_next_server_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     directory = killed.get(other).directory
     directory.rename(directory.with_name(".b.before"))
     (directory.with_name(".gone.expires")).write_text("1")
-    temporary = killed.path("m", "sampler_weights", "step-000001-1")
     named = killed.path("m", "sampler_weights", "named")
 
-    async def write() -> None:
-        for one, is_temporary in ((temporary, True), (named, False)):
-            description = replace(SAVED, is_temporary=is_temporary)
-            async with killed.writing(one, description, overwrite=False) as place:
-                (place / "adapter").mkdir()
-
-    asyncio.run(write())
+    save_for_sampler(killed, "step-000001-1", is_temporary=True)
+    save_for_sampler(killed, "named", is_temporary=False)
     next_one = ServerCheckpoints(tmp_path)
     next_one.recover()
     assert {one.path for one in next_one.all()} == {path, other, named}
     files = sorted(one.name for one in (tmp_path / "m" / "weights").iterdir())
     assert files == [".a.expires", "a", "b"]
     assert (next_one.get(other).directory / "state").read_text() == "old"
+
+
+def save_for_sampler(checkpoints: ServerCheckpoints, name: str, *, is_temporary: bool) -> Path:
+    path = checkpoints.path("m", "sampler_weights", name)
+
+    async def write() -> None:
+        description = replace(SAVED, is_temporary=is_temporary)
+        async with checkpoints.writing(path, description, overwrite=False) as place:
+            (place / "adapter").mkdir()
+            (place / "adapter" / "weights").write_text("1")
+
+    asyncio.run(write())
+    return checkpoints.parse(path, "sampler_weights")[1]
+
+
+def test_only_named_checkpoints_wait_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    checkpoints = ServerCheckpoints(tmp_path)
+    temporary = save_for_sampler(checkpoints, "step-000001-1", is_temporary=True)
+    assert not synced
+    save_for_sampler(checkpoints, "named", is_temporary=False)
+    assert synced
+    assert not faults_of(temporary)
+
+
+def test_a_temporary_checkpoint_is_gone_before_its_files_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the server is killed before its thread has removed them."""
+    checkpoints = ServerCheckpoints(tmp_path / "server")
+    directory = save_for_sampler(checkpoints, "step-000001-1", is_temporary=True)
+    threads: list[Callable[[], object]] = []
+    monkeypatch.setattr(
+        server_checkpoints,
+        "start_thread",
+        lambda run, *args, **_: threads.append(lambda: run(*args)),
+    )
+    checkpoints.remove_temporary(directory)
+    assert not directory.exists()
+    assert not checkpoints.of_model("m")
+    assert len(list((tmp_path / "server").rglob("weights"))) == 1
+    killed = shutil.copytree(tmp_path / "server", tmp_path / "killed")
+    ServerCheckpoints(killed).recover()
+    assert not list(killed.rglob("weights"))
+    threads[0]()
+    assert not list((tmp_path / "server").rglob("weights"))
+    checkpoints.remove_temporary(directory)  # it has expired
+    threads[1]()
 
 
 def test_a_second_server_of_a_directory_removes_nothing_of_the_first(tmp_path: Path) -> None:

@@ -186,6 +186,25 @@ def test_stable_reinforce_trains_on_recorded_sequences(server: Served) -> None:
     assert row.columns["sampler_logprobs"].tolist() == [0.0, -0.5, -0.25]
 
 
+def test_top_k_of_samples_is_at_their_temperature_and_of_prompts_at_1(server: Served) -> None:
+    """The fake's numbers of a row are −1 / temperature, −2 / temperature, ..."""
+    sampler = server.client().create_sampling_client(base_model="tiny").result()
+    params = types.SamplingParams(temperature=0.5, stop=[])
+    found = sampler.sample(
+        types.ModelInput.from_ints([1, 2, 3]),
+        1,
+        params,
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=1,
+        topk_sample_logprobs=1,
+    ).result(LIMIT_S)
+    assert found.prompt_logprobs == [None, -1.0, -2.0]
+    assert (found.topk_prompt_logprobs or [])[1:] == [[(2, -1.0)], [(3, -2.0)]]
+    assert found.sequences[0].topk_logprobs == [[(7, -6.0)], [(8, -8.0)]]
+    (_, (sampled,)) = server.backend.sampled[-1]
+    assert (sampled.sampling.temperature, sampled.sampling.stop_at_eos) == (0.5, False)
+
+
 def test_train_save_sample(server: Served) -> None:
     client = training_client(server)
     info = client.get_info()
@@ -204,6 +223,8 @@ def test_train_save_sample(server: Served) -> None:
     path = f"tinker://{client.model_id}/sampler_weights/step-000001-1"
     assert [one.sequence_id.partition("@")[2] for one in (first, second)] == [path] * 2
     assert first.sequence_id != second.sequence_id
+    (_, requests) = server.backend.sampled[-1]
+    assert all(one.sampling.stop == ("x",) for one in requests)
     logprobs = sampler.compute_logprobs(types.ModelInput.from_ints([1, 2, 3])).result(LIMIT_S)
     assert logprobs == [None, -1.0, -2.0]
     saved = client.save_state("here").result(LIMIT_S)

@@ -90,6 +90,50 @@ def test_weights_of_all_clients_are_sampled_in_one_batch_and_scored(server: Serv
     service.close("success").result(LIMIT_S)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 2.0])
+def test_the_top_k_and_the_log_probability_of_a_sampled_token_agree(
+    server: Served, temperature: float
+) -> None:
+    service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
+    sampler = service.create_sampling_client(base_model="tiny").result()
+    prompt = types.ModelInput.from_ints([3, 4, 5])
+
+    def sampled(temperature: float) -> types.SampleResponse:
+        params = types.SamplingParams(max_tokens=16, temperature=temperature, seed=7)
+        options = {"topk_prompt_logprobs": 4, "topk_sample_logprobs": 8}
+        return sampler.sample(prompt, 2, params, **options).result(LIMIT_S)
+
+    found = sampled(temperature)
+    pairs = [
+        (logprob, dict(top)[token])
+        for one in found.sequences
+        for token, logprob, top in zip(
+            one.tokens, one.logprobs or [], one.topk_logprobs or [], strict=True
+        )
+        if token in dict(top or [])
+    ]
+    assert len(pairs) >= 2
+    own, in_top = np.array(pairs).T
+    np.testing.assert_allclose(own, in_top, atol=1e-4)
+    assert found.topk_prompt_logprobs == sampled(1.0).topk_prompt_logprobs
+    service.close("success").result(LIMIT_S)
+
+
+def test_an_empty_list_of_stops_disables_the_end_of_sequence(server: Served) -> None:
+    service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
+    sampler = service.create_sampling_client(base_model="tiny").result()
+
+    def lengths(**stop: object) -> list[tuple[int, str]]:
+        params = types.SamplingParams(max_tokens=32, seed=7, **stop)
+        asked = sampler.sample(types.ModelInput.from_ints([3, 4, 5]), 128, params)
+        return [(len(one.tokens), one.stop_reason) for one in asked.result(LIMIT_S).sequences]
+
+    for stopped in (lengths(), lengths(stop=[7]), lengths(stop=["ab"])):
+        assert {reason for _, reason in stopped} == {"stop", "length"}
+    assert set(lengths(stop=[])) == {(32, "length")}
+    service.close("success").result(LIMIT_S)
+
+
 def test_a_state_that_cannot_be_loaded_ends_its_model_alone(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -257,6 +257,14 @@ def test_samplers_read_the_published_weights(
         np.testing.assert_allclose(logprobs, looked.logprobs[number], atol=atol)
     (top,) = scorer.top_k(whole[:1], 2)
     assert (top.logprobs[:, 0] >= top.logprobs[:, 1]).all()
+    # Temperature 2: log p_2 = log p / 2 − log(sum of sqrt(p)).
+    (every,) = scorer.top_k(whole[:1], VOCABULARY)
+    normalizer = np.log(np.exp(every.logprobs / 2).sum(1, keepdims=True))
+    (warm,) = scorer.top_k(whole[:1], VOCABULARY, 2.0)
+    np.testing.assert_allclose(warm.logprobs, every.logprobs / 2 - normalizer, atol=atol)
+    (own,) = scorer.logprobs(whole[:1], 2.0)
+    found = warm.logprobs[warm.token_ids == whole[0][1:, None]]
+    np.testing.assert_allclose(own, found, atol=atol)
     scorer.take("base", None)
     _, base = reference(model_path, sent[:1])
     np.testing.assert_allclose(scorer.logprobs(whole[:1])[0], base[0].detach(), atol=atol)

@@ -35,6 +35,8 @@ def test_sampling_parameters_are_the_engines() -> None:
     assert sampling(stop="a").stop == ("a",)
     assert sampling(stop=["a", "b"]).stop == ("a", "b")
     assert sampling(stop=[4, 5]).stop_token_ids == (4, 5)
+    assert all(sampling(stop=stop).stop_at_eos for stop in (None, "a", ["a"], [4]))
+    assert sampling(stop=[]) == SamplingParams(max_tokens=5, stop_at_eos=False)
 
 
 def test_prompt_log_probabilities_of_all_of_some_or_none() -> None:
@@ -86,11 +88,17 @@ def test_a_time_to_live_is_an_hour_to_ten_years() -> None:
         (body(sampling_params={"top_p": 0}), "sampling_params.top_p"),
         (body(sampling_params={"temperature": -1}), "sampling_params.temperature"),
         (body(sampling_params={"max_tokens": 0}), "sampling_params.max_tokens"),
-        (body(sampling_params={"stop": []}), "sampling_params.stop"),
+        (body(sampling_params={"stop": ""}), "sampling_params.stop"),
+        (body(sampling_params={"stop": {}}), "sampling_params.stop"),
+        (body(sampling_params={"stop": [True]}), "sampling_params.stop"),
+        (body(sampling_params={"stop": [-1]}), "sampling_params.stop"),
+        (body(sampling_params={"stop": [2, 10]}), "sampling_params.stop"),  # of 10 tokens
+        (body(sampling_params={"stop": [2**31]}), "sampling_params.stop"),
         (body(sampling_params={"stop": ["a", 1]}), "sampling_params.stop"),
-        (body(sampling_params={"stop": [9, 10]}), "sampling_params.stop"),  # beyond the vocabulary
         (body(sampling_params={"seed": "x"}), "sampling_params.seed"),
         (body(target_prompt_logprobs={"data": [1]}), "target_prompt_logprobs"),
+        (body(topk_prompt_logprobs=11), "topk_prompt_logprobs"),
+        (body(topk_sample_logprobs=11), "topk_sample_logprobs"),
         (body(prompt_alt_tokens_k=2), "prompt_alt_tokens_k"),
         ({"prompt": {"chunks": [{"type": "image"}]}, "sampling_params": {}}, "prompt.chunks"),
         ({"prompt": {}, "sampling_params": {}}, "prompt"),

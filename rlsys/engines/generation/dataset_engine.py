@@ -12,6 +12,7 @@ import numpy as np
 
 from rlsys.common.async_condition import AsyncCondition
 from rlsys.engines.generation.generation_protocol import EngineStats
+from rlsys.engines.models.attention_context import UNBOUNDED
 from rlsys.errors import InvalidValue
 from rlsys.types import INJECTED, Generation, GenerationRequest, WeightManifest
 
@@ -28,6 +29,11 @@ class DatasetEngine:
         self._num_tokens = 0
         self._ended: list[Generation] = []
         self._has_ended = AsyncCondition()
+
+    @property
+    def context(self) -> int:
+        """See `GenerationEngine.context`."""
+        return UNBOUNDED
 
     async def start(self) -> None:
         """See `GenerationEngine.start`."""

@@ -53,6 +53,13 @@ class EngineStats:
 class GenerationEngine(Protocol):
     """An engine that samples completions of many requests at once."""
 
+    @property
+    def context(self) -> int:
+        """Return the largest number of tokens of a prompt and its completion, after `start`.
+
+        A completion that reaches it ends with LENGTH.
+        """
+
     async def start(self) -> None:
         """Load the model and return when requests can run."""
 

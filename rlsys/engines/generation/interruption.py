@@ -5,6 +5,10 @@
 
 The phrase's tokens carry the version INJECTED, so they are not trained on. ScaleRL, 2510.13786,
 section 3, after Qwen3's thinking budget.
+
+A request is interrupted only if the phrase and one token of an answer fit behind `after` tokens,
+within its own max_tokens and within the engine's context. Other requests are sampled to their end
+as without an interruption, such as the last turns of an episode.
 """
 
 from __future__ import annotations
@@ -34,6 +38,11 @@ class Interruption:
     phrase: tuple[int, ...]
     closed_by: str
     decode: Callable[[Sequence[int]], str]  # of a completion's tokens
+
+    @property
+    def shortest(self) -> int:
+        """Return the number of tokens of an interrupted completion with an answer of one token."""
+        return self.after + len(self.phrase) + 1
 
     def is_due(self, completion: Sequence[int]) -> bool:
         """Return whether the phrase must be inserted after these tokens."""
@@ -74,6 +83,12 @@ class InterruptingEngine:
         self._interruption = interruption
         self._thinking: dict[str, GenerationRequest] = {}  # as submitted
         self._earlier: dict[str, Generation] = {}  # tokens before the part that is sampled now
+        self._aborted: set[str] = set()  # those of `_thinking` that may have reached the budget
+
+    @property
+    def context(self) -> int:
+        """See `GenerationEngine.context`."""
+        return self._engine.context
 
     async def start(self) -> None:
         """See `GenerationEngine.start`."""
@@ -90,10 +105,14 @@ class InterruptingEngine:
             continuing: list[GenerationRequest] = []
             for generation in await self._engine.collect():
                 request = self._thinking.pop(generation.request_id, None)
-                if request is not None and self._is_at_the_budget(request, generation):
-                    continuing.append(self._second_part(request, generation))
-                else:
+                is_aborted = generation.request_id in self._aborted
+                self._aborted.discard(generation.request_id)
+                if request is None or not self._is_at_the_budget(request, generation):
                     ended.append(self._whole(generation, self._earlier.pop))
+                elif is_aborted:
+                    ended.append(replace(generation, finish_reason=FinishReason.ABORTED))
+                else:
+                    continuing.append(self._second_part(request, generation))
             if continuing:
                 self._engine.submit(continuing)
             if ended:
@@ -104,7 +123,11 @@ class InterruptingEngine:
         return [self._whole(g, self._earlier.get) for g in await self._engine.progress()]
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """See `GenerationEngine.abort`."""
+        """See `GenerationEngine.abort`.
+
+        A request may have reached the budget already, so that the engine does not know it.
+        """
+        self._aborted |= self._thinking.keys() & set(request_ids)
         await self._engine.abort(request_ids)
 
     async def pause(self) -> None:
@@ -138,13 +161,10 @@ class InterruptingEngine:
     def _first_part(self, request: GenerationRequest) -> GenerationRequest:
         """Return the part up to the budget.
 
-        A request that continues another replica's tokens may be beyond it. A constrained request
-        stays whole, because the phrase may not fit its structure.
+        A request that continues another replica's tokens may be beyond it.
         """
-        if request.sampling.structure:
-            return request
         left = self._interruption.after - request.num_prior_tokens
-        if left < 0 or request.sampling.max_tokens <= left:
+        if left < 0 or not self._may_be_interrupted(request):
             return request
         if left == 0:
             return self._second_part(
@@ -153,8 +173,20 @@ class InterruptingEngine:
         self._thinking[request.request_id] = request
         return replace(request, sampling=replace(request.sampling, max_tokens=left))
 
+    def _may_be_interrupted(self, request: GenerationRequest) -> bool:
+        """Return whether phrase and answer fit, counted from the request's original prompt.
+
+        A constrained request stays whole, because the phrase may not fit its structure.
+        """
+        num_prompt_tokens = len(request.prompt_token_ids) - request.num_prior_tokens
+        limit = min(
+            request.num_prior_tokens + request.sampling.max_tokens,
+            self.context - num_prompt_tokens,
+        )
+        return not request.sampling.structure and self._interruption.shortest <= limit
+
     def _is_at_the_budget(self, request: GenerationRequest, generation: Generation) -> bool:
-        """Return whether the budget ended it; the model's own context may end it earlier."""
+        """Return whether the budget ended it, not a stop token or an abort."""
         num_tokens = request.num_prior_tokens + len(generation.token_ids)
         is_cut = generation.finish_reason is FinishReason.LENGTH
         return is_cut and num_tokens == self._interruption.after

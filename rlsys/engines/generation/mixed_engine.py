@@ -26,6 +26,11 @@ class MixedEngine:
         self._held = DatasetEngine()
         self._collecting: dict[GenerationEngine, asyncio.Task[list[Generation]]] = {}
 
+    @property
+    def context(self) -> int:
+        """See `GenerationEngine.context`."""
+        return self._sampling.context
+
     async def start(self) -> None:
         """See `GenerationEngine.start`."""
         await self._sampling.start()

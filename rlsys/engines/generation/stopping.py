@@ -1,14 +1,14 @@
 """Tokens and strings that end a completion, the same in every engine.
 
-    model directory ──► end_of_sequence_ids   tokens that end every completion
-                    ──► TextDecoder           text that is searched for stop strings
+    model directory ──► end_of_sequence_ids ──► stop_ids   tokens that end a completion
+                    ──► text_decoder   text that is searched for stop strings
 
 The text includes special tokens: "<|im_end|>" is a stop string like any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from rlsys.text.tokenizer_boundary import TokenizerBoundary, check_encodable, text_behind
@@ -28,8 +28,14 @@ def check_stop(request: GenerationRequest) -> None:
         check_encodable(text, where, fix="Use whole characters.")
 
 
+def stop_ids(request: GenerationRequest, end_ids: Iterable[int]) -> list[int]:
+    """Return the tokens that end a request, sorted. `end_ids` are the model's own."""
+    sampling = request.sampling
+    return sorted({*sampling.stop_token_ids, *(end_ids if sampling.stop_at_eos else ())})
+
+
 def end_of_sequence_ids(model_path: str | Path) -> tuple[int, ...]:
-    """Return the tokens that end a completion of a model.
+    """Return the tokens that end a completion of a model, unless its request excludes them.
 
     They are those of the generation configuration, or else the configuration, and the tokenizer's:
     chat models have their end of turn in either.

@@ -80,6 +80,7 @@ class DraftTraining:
         self._computes_lower = dtype is torch.bfloat16
         self._device = device
         self._optimizer = AdamW(
+            self._weights,
             [{"params": list(self._weights.values())}],
             dtype=torch.float32,
             offload=False,

@@ -235,7 +235,7 @@ class FSDPEngine:
 
     def reset_optimizer(self) -> None:
         """See `TrainingEngine.reset_optimizer`."""
-        self._optimizer = build_adamw(list(self._parameters.values()), self._config)
+        self._optimizer = build_adamw(self._parameters, self._config)
 
     def accumulate(self, *micro_batches: MicroBatch) -> None:
         """See `TrainingEngine.accumulate`."""

@@ -5,7 +5,7 @@
 torch compiles it to one kernel on GPUs. torch's own fused AdamW needs float32 moments, so each
 update of bfloat16 moments would read and write them several more times. Moments are rounded to
 bfloat16 stochastically (2010.06192). A hash of position and seed provides the randomness, so that
-ranks with copies of the same weights keep the same moments.
+ranks with copies of the same weights and one seed keep the same moments.
 
 Decoupled weight decay and bias correction follow 1711.05101, algorithm 2.
 """

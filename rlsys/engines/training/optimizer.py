@@ -8,9 +8,9 @@ in half the bytes, or in host memory between updates:
 
 from __future__ import annotations
 
+import hashlib
 import math
-import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from rlsys.config import TrainerConfig
 from rlsys.engines.training.fused_adamw import SEEDS_PER_PIECE, AdamWCoefficients, update
-from rlsys.reallocation.shards import local_part
+from rlsys.reallocation.shards import local_box, local_part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -35,12 +35,30 @@ class AdamW(torch.optim.AdamW):
 
     Moments are rounded to bfloat16 stochastically (2010.06192), which is right on average: small
     changes of a moment, below one part in 256, would be lost by rounding to nearest. The random
-    numbers depend on step and shape, so that ranks with copies of the same weights keep the same
+    numbers depend on step, name of the parameter and place of the rank's part in it. So parameters
+    and parts are rounded independently, and ranks with copies of the same weights keep the same
     moments.
+
+    Args:
+        parameters: Parameters by Hugging Face name, with their final sharding. A copy of a
+            parameter has the same name on every rank.
+        groups: Groups of these parameters, as for torch's AdamW.
+        dtype: Precision of the moments.
+        offload: Whether moments are in host memory between updates.
+        **options: Options of torch's AdamW.
     """
 
-    def __init__(self, groups: Any, *, dtype: torch.dtype, offload: bool, **options: Any) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        groups: Any,
+        *,
+        dtype: torch.dtype,
+        offload: bool,
+        **options: Any,
+    ) -> None:
         super().__init__(groups, fused=True, **options)
+        self._shards = {one: f"{name} {local_box(one)}" for name, one in parameters.items()}
         self._dtype = dtype
         devices = {one.device.type for group in self.param_groups for one in group["params"]}
         self._offload = offload and devices != {"cpu"}
@@ -81,24 +99,28 @@ class AdamW(torch.optim.AdamW):
         ]
         if not own[0].numel():
             return
-        if own[0].is_cuda:
-            self._update_on_gpu(group, int(moments["step"]), own)
-            return
-        drawn_for = f"{int(moments['step'])} {tuple(own[0].shape)}"
-        chance = torch.Generator(parameter.device)
-        chance.manual_seed(zlib.crc32(drawn_for.encode()))  # on the CPU a seed has 32 bits
+        step = int(moments["step"])
+        seed = _rounding_seed(self._shards[parameter], step)
+        on_device = self._update_on_gpu if own[0].is_cuda else self._update_on_cpu
+        on_device(group, step, seed, own)
+
+    def _update_on_cpu(
+        self, group: dict[str, Any], step: int, seed: int, own: list[torch.Tensor]
+    ) -> None:
+        """Update a parameter; `own` has its weights, gradient and moments."""
+        chance = torch.Generator().manual_seed(seed)
         beta1, beta2 = group["betas"]
         pieces = [_pieces(one, PIECE) for one in own]
-        for weights, piece_gradient, *kept in zip(*pieces, strict=True):
+        for weights, gradient, *kept in zip(*pieces, strict=True):
             computed = [one.float() for one in kept]
             first, second = ([one] for one in computed)
             torch._fused_adamw_(
                 [weights],
-                [piece_gradient],
+                [gradient],
                 first,
                 second,
                 [],
-                [moments["step"]],
+                [torch.tensor(float(step))],
                 amsgrad=False,
                 lr=group["lr"],
                 beta1=beta1,
@@ -111,8 +133,10 @@ class AdamW(torch.optim.AdamW):
                 if one is not result:
                     one.copy_(result if one.dtype is torch.float32 else _rounded(result, chance))
 
-    def _update_on_gpu(self, group: dict[str, Any], step: int, own: list[torch.Tensor]) -> None:
-        """Update a parameter; `own` has its weights, gradient and moments.
+    def _update_on_gpu(
+        self, group: dict[str, Any], step: int, seed: int, own: list[torch.Tensor]
+    ) -> None:
+        """Update a parameter as `_update_on_cpu` does.
 
         Offloaded moments move to the device and back piece by piece, without waiting.
         """
@@ -126,8 +150,6 @@ class AdamW(torch.optim.AdamW):
             weight_decay=group["weight_decay"],
             step=step,
         ).on(device)
-        # Equal on ranks with copies of the same weights.
-        seed = zlib.crc32(f"{step} {tuple(own[0].shape)}".encode()) >> 2
         pieces = zip(*(_pieces(one, GPU_PIECE) for one in own), strict=True)
         for number, (weights, gradient, *kept) in enumerate(pieces):
             moments = [one.to(device, non_blocking=True) for one in kept]
@@ -142,6 +164,12 @@ class AdamW(torch.optim.AdamW):
             for one, updated in zip(kept, moments, strict=True):
                 if one is not updated:
                     one.copy_(updated, non_blocking=True)
+
+
+def _rounding_seed(shard: str, step: int) -> int:
+    """Return the seed of the rounding of a shard's moments, in [0, 2^30)."""
+    digest = hashlib.blake2b(f"{step} {shard}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest) >> 2
 
 
 def _pieces(tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
@@ -162,14 +190,18 @@ def _rounded(exact: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
     return exact.to(torch.bfloat16)
 
 
-def build_adamw(parameters: Sequence[nn.Parameter], config: TrainerConfig) -> AdamW:
-    """Return an AdamW whose weight decay applies to matrices only, not to norms and biases."""
+def build_adamw(parameters: Mapping[str, nn.Parameter], config: TrainerConfig) -> AdamW:
+    """Return an AdamW whose weight decay applies to matrices only, not to norms and biases.
+
+    `parameters` are by Hugging Face name.
+    """
     groups: dict[Any, list[nn.Parameter]] = {}
-    for parameter in parameters:
+    for parameter in parameters.values():
         # One operation updates a group, whose tensors must be sharded in the same way.
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
     return AdamW(
+        parameters,
         [
             {"params": group, "weight_decay": config.weight_decay if is_matrix else 0.0}
             for (is_matrix, _), group in groups.items()

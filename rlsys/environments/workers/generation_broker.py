@@ -7,6 +7,8 @@
 The state of an episode is lost when its worker dies. Another worker then replays the episode from
 its start and sends the same requests, which the broker answers from memory or with the request that
 still runs. So no reply is lost or sampled twice.
+
+A request that the engine can never run is answered with `Refused`. It fails its own episode only.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rlsys.common.async_condition import AsyncCondition
+from rlsys.errors import InvalidValue
 from rlsys.types import FinishReason, Generation, GenerationRequest
 
 
@@ -44,6 +47,14 @@ class Ask:
     request: GenerationRequest
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused:
+    """Answer to a request that the engine can never run."""
+
+    request_id: str
+    error: ValueError
+
+
 @dataclass(kw_only=True, eq=False, slots=True)
 class _Asked:
     ask: Ask
@@ -59,7 +70,7 @@ class GenerationBroker:
         self._names = itertools.count()
         self._running: dict[str, _Asked] = {}  # by the engine's request id
         self._episodes: defaultdict[str, dict[int, tuple[str, _Asked]]] = defaultdict(dict)
-        self._answers: defaultdict[str, list[Generation]] = defaultdict(list)
+        self._answers: defaultdict[str, list[Generation | Refused]] = defaultdict(list)
         self._answered = AsyncCondition()
         self._failure: BaseException | None = None
         self.num_replayed = 0  # turns that were answered from memory
@@ -82,11 +93,7 @@ class GenerationBroker:
             raise
 
     def ask(self, worker: str, asks: Sequence[Ask]) -> None:
-        """Submit requests. `answers(worker)` returns the replies.
-
-        Raises:
-            ValueError: The engine can never run a request.
-        """
+        """Submit requests. `answers(worker)` returns the replies."""
         new: list[GenerationRequest] = []
         for ask in asks:
             _, known = self._episodes[ask.episode].get(ask.turn, ("", None))
@@ -102,10 +109,29 @@ class GenerationBroker:
             self._episodes[ask.episode][ask.turn] = (name, asked)
             new.append(replace(ask.request, request_id=name))
         if new:
-            self._engine.submit(new)
+            self._submit(new)
         self._answered.notify()
 
-    async def answers(self, worker: str, timeout_s: float) -> list[Generation]:
+    def _submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Submit a batch, which the engine takes or refuses as a whole."""
+        try:
+            self._engine.submit(requests)
+        except ValueError as error:
+            if len(requests) == 1:
+                self._refuse(requests[0].request_id, error)
+                return
+            for request in requests:  # find the ones at fault
+                self._submit([request])
+
+    def _refuse(self, name: str, error: ValueError) -> None:
+        asked = self._running.pop(name)
+        ask = asked.ask
+        del self._episodes[ask.episode][ask.turn]
+        if not isinstance(error, InvalidValue):
+            error = ValueError(str(error))  # of a class that other processes may not have
+        self._answers[asked.worker].append(Refused(request_id=ask.request.request_id, error=error))
+
+    async def answers(self, worker: str, timeout_s: float) -> list[Generation | Refused]:
         """Return the replies since the last call; wait up to `timeout_s` for the first one.
 
         Raises the error that ended `run`.

@@ -97,7 +97,7 @@ class ContinuousBatch:
         self._max_running = max_running
         self._kv_cache_gib = kv_cache_gib
         config = model.config.get_text_config()
-        self._context = context_length(config)
+        self.context = context_length(config)
         self._vocabulary: int = config.vocab_size
         self._waiting = Waiting()
         self._backbone = Backbone(model, records_routing=records_routing)
@@ -105,7 +105,7 @@ class ContinuousBatch:
         self._parks = reuses_prefixes and self._backbone.resumes
         self._parked: Prefixes[tuple[Kept, ExpertArray | None]] = Prefixes()
         self._slots = Slots(
-            context=self._context,
+            context=self.context,
             stop_token_ids=stop_token_ids,
             decode_text=decode_text,
             routing=self._backbone.routing,
@@ -132,11 +132,11 @@ class ContinuousBatch:
         """Raise ValueError for a request that can never run. Any thread may call it."""
         name, sampling = f"request {request.request_id!r}", request.sampling
         num_tokens = len(request.prompt_token_ids)
-        if not 0 < num_tokens < self._context:
+        if not 0 < num_tokens < self.context:
             raise InvalidValue(
                 f"{name}: prompt_token_ids",
-                rule=f"has {num_tokens} tokens, but the model's context of {self._context} allows "
-                f"1 to {self._context - 1}",
+                rule=f"has {num_tokens} tokens, but the model's context of {self.context} allows "
+                f"1 to {self.context - 1}",
                 fix="Shorten the prompt (data.max_prompt_tokens), or give at least one token.",
             )
         lowest, highest = min(request.prompt_token_ids), max(request.prompt_token_ids)
@@ -323,7 +323,7 @@ class ContinuousBatch:
         assert self._grammars is not None
         start = len(request.prompt_token_ids) - request.num_prior_tokens
         prior = request.prompt_token_ids[start:]
-        return self._grammars.matcher(structure, sorted(self._slots.stop_ids(request)), prior)
+        return self._grammars.matcher(structure, self._slots.stop_ids(request), prior)
 
     def _reserve(self, longest: int) -> None:
         """Make room for the running requests, the longest of `longest` tokens.

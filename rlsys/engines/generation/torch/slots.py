@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from rlsys.engines.generation.constraint import Matcher, num_allowed, with_forced
 from rlsys.engines.generation.sampling import stream_key, uniforms
-from rlsys.engines.generation.stopping import text_after
+from rlsys.engines.generation.stopping import stop_ids, text_after
 from rlsys.engines.models.expert_layout import Routing
 from rlsys.types import (
     ExpertArray,
@@ -64,9 +64,9 @@ UNFINISHED = "\ufffd"  # decoded from the first bytes of a character
 class Slots:
     """State of the running requests.
 
-    `context` is the model's limit in tokens, `stop_token_ids` end every request, and `decode_text`
-    is called for requests with stop strings only. With `routing` the experts of every token are
-    recorded.
+    `context` is the model's limit in tokens, and `stop_token_ids` are the model's own ends.
+    `decode_text` is called for requests with stop strings only. With `routing` the experts of every
+    token are recorded.
     """
 
     def __init__(
@@ -106,16 +106,16 @@ class Slots:
         """Return the slots of those of the requests that are running."""
         return [i for i, request in enumerate(self._requests) if request.request_id in request_ids]
 
-    def stop_ids(self, request: GenerationRequest) -> set[int]:
-        """Return the tokens that end a request."""
-        return {*self._stop_token_ids, *request.sampling.stop_token_ids}
+    def stop_ids(self, request: GenerationRequest) -> list[int]:
+        """Return the tokens that end a request, sorted."""
+        return stop_ids(request, self._stop_token_ids)
 
     def add(self, request: GenerationRequest, matcher: Matcher | None = None) -> None:
         """Put a request into the next slot."""
         slot, sampling = self.num_running, request.sampling
-        stop_ids = self.stop_ids(request)
+        end_ids = self.stop_ids(request)
         prompt_length = len(request.prompt_token_ids)
-        self._reserve(slot + 1, prompt_length + 1, len(stop_ids))
+        self._reserve(slot + 1, prompt_length + 1, len(end_ids))
         self._state[slot] = (
             prompt_length,
             prompt_length,
@@ -133,7 +133,7 @@ class Slots:
             0,
         )
         self._stop_ids[slot] = NO_TOKEN
-        self._stop_ids[slot, : len(stop_ids)] = sorted(stop_ids)
+        self._stop_ids[slot, : len(end_ids)] = end_ids
         self._tokens[slot, :prompt_length] = request.prompt_token_ids
         self._requests.append(request)
         self._matchers.append(matcher)

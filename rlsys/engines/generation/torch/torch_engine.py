@@ -123,6 +123,11 @@ class TorchEngine:
             self._commands.put(self._leave)
             raise
 
+    @property
+    def context(self) -> int:
+        """See `GenerationEngine.context`."""
+        return self._require_batch().context
+
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See `GenerationEngine.submit`."""
         batch = self._require_batch()

@@ -46,7 +46,12 @@ from rlsys.config import RolloutConfig
 from rlsys.config.lora import Lora
 from rlsys.engines.generation.constraint import Grammars, forced_tokens, with_forced
 from rlsys.engines.generation.generation_protocol import EngineError, EngineStats
-from rlsys.engines.generation.stopping import DecodeText, end_of_sequence_ids, text_decoder
+from rlsys.engines.generation.stopping import (
+    DecodeText,
+    end_of_sequence_ids,
+    stop_ids,
+    text_decoder,
+)
 from rlsys.engines.generation.vllm.vllm_leftovers import ProcessSupervisor, unlink_shared_files
 from rlsys.engines.generation.vllm.vllm_process import end_vllm, start_vllm
 from rlsys.engines.generation.vllm.vllm_requests import (
@@ -160,6 +165,12 @@ class VLLMEngine:
         """Number of tokens of the model; known once the engine has started."""
         size: int = self._llm.model_config.get_vocab_size()
         return size
+
+    @property
+    def context(self) -> int:
+        """See `GenerationEngine.context`."""
+        limit: int = self._llm.model_config.max_model_len
+        return limit
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See `GenerationEngine.submit`."""
@@ -420,11 +431,11 @@ class VLLMEngine:
             return made
         if self._grammars is None:
             self._grammars = Grammars(self._path, self.vocabulary)
-        grammars, sampling = self._grammars, request.sampling
-        stop_token_ids = [*self._stop_token_ids, *sampling.stop_token_ids]
+        grammars, structure = self._grammars, request.sampling.structure
+        end_ids = stop_ids(request, self._stop_token_ids)
 
         def marked() -> Generation:  # on a thread, because it reads the tokenizer the first time
-            matcher = grammars.matcher(sampling.structure, stop_token_ids)
+            matcher = grammars.matcher(structure, end_ids)
             return with_forced(made, forced_tokens(matcher, made.token_ids.tolist()))
 
         return await asyncio.to_thread(marked)

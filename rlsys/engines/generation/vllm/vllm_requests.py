@@ -15,7 +15,7 @@ import numpy as np
 from rlsys.config.checks import check_vllm_temperature
 from rlsys.engines.generation.constraint import check_request_structure
 from rlsys.engines.generation.sampling import stream_key
-from rlsys.engines.generation.stopping import check_stop, text_after
+from rlsys.engines.generation.stopping import check_stop, stop_ids, text_after
 from rlsys.errors import InvalidValue, require
 from rlsys.types import FinishReason, Generation, GenerationRequest
 
@@ -30,7 +30,7 @@ FINISH_REASONS = {
 
 
 def vllm_params(request: GenerationRequest, llm: Any, stop_token_ids: Sequence[int]) -> Any:
-    """Return vLLM's SamplingParams; `stop_token_ids` end every completion.
+    """Return vLLM's SamplingParams; `stop_token_ids` are the model's own ends.
 
     Raises ValueError for a request that `llm`, an AsyncLLM, can never run.
     """
@@ -51,9 +51,10 @@ def vllm_params(request: GenerationRequest, llm: Any, stop_token_ids: Sequence[i
         check_vllm_temperature(f"{name}: temperature", sampling.temperature)
     check_stop(request)
     stream = stream_key(request.seed)
+    end_ids = stop_ids(request, stop_token_ids)
     structure = None
     if sampling.structure:
-        check_request_structure(request, has_end=bool(stop_token_ids or sampling.stop_token_ids))
+        check_request_structure(request, has_end=bool(end_ids))
         require(
             not request.num_prior_tokens,
             f"{name}: structure",
@@ -69,7 +70,7 @@ def vllm_params(request: GenerationRequest, llm: Any, stop_token_ids: Sequence[i
             top_k=sampling.top_k,
             max_tokens=sampling.max_tokens,
             stop=list(sampling.stop),
-            stop_token_ids=[*stop_token_ids, *sampling.stop_token_ids],
+            stop_token_ids=end_ids,
             ignore_eos=True,  # otherwise vLLM chooses the end tokens
             include_stop_str_in_output=True,
             detokenize=bool(sampling.stop),

@@ -26,7 +26,7 @@ import numpy as np
 from rlsys.config import RolloutConfig
 from rlsys.engines.generation.generation_protocol import EngineError, EngineStats
 from rlsys.engines.generation.sampling import stream_key
-from rlsys.engines.generation.stopping import check_stop, end_of_sequence_ids
+from rlsys.engines.generation.stopping import check_stop, end_of_sequence_ids, stop_ids
 from rlsys.engines.generation.vllm.vllm_requests import FINISH_REASONS, REQUEST_ID, STREAM
 from rlsys.engines.generation.vllm.vllm_routing import WorkerExperts, check_recorded
 from rlsys.engines.generation.vllm.vllm_server_client import (
@@ -155,6 +155,12 @@ class ServerEngine:
             finally:
                 await self.resume()
 
+    @property
+    def context(self) -> int:
+        """See `GenerationEngine.context`."""
+        assert self._served is not None, "used during start"
+        return self._served.max_context
+
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See `GenerationEngine.submit`."""
         self._check_alive()
@@ -175,14 +181,20 @@ class ServerEngine:
             task.add_done_callback(self._end)
 
     def _check_request(self, request: GenerationRequest) -> None:
-        assert self._served is not None
-        name, limit = f"request {request.request_id!r}", self._served.max_context
+        name, limit = f"request {request.request_id!r}", self.context
         num_tokens = len(request.prompt_token_ids)
         require(
             1 <= num_tokens < limit,
             f"{name}: prompt_token_ids",
             rule=f"has {num_tokens} tokens, but the context of {limit} allows 1 to {limit - 1}",
             fix="Shorten the prompt (data.max_prompt_tokens), or give at least one token.",
+        )
+        require(
+            request.sampling.max_tokens >= 1,
+            f"{name}: max_tokens",
+            request.sampling.max_tokens,
+            rule="must be at least 1",
+            fix="Use 1 or more.",
         )
         check_stop(request)
         require(
@@ -323,7 +335,7 @@ class ServerEngine:
             "top_k": sampling.top_k,
             "max_tokens": sampling.max_tokens,
             "stop": list(sampling.stop),
-            "stop_token_ids": [*self._stop_token_ids, *sampling.stop_token_ids],
+            "stop_token_ids": stop_ids(request, self._stop_token_ids),
             "ignore_eos": True,  # otherwise vLLM chooses the end tokens
             "include_stop_str_in_output": True,
             "detokenize": bool(sampling.stop),
