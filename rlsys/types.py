@@ -28,6 +28,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the model's context
     ABORTED = "aborted"  # cancelled; the tokens sampled so far are kept
+    FAILED = "failed"  # the model gave no finite probabilities; see Generation.failure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,23 +178,39 @@ class Generation:
     # [P + T - 1, L * K], for each token except the last: its K experts in each of the L layers of a
     # mixture. None: not recorded.
     routed_experts: ExpertArray | None = None
+    failure: str = ""  # of a FAILED completion
 
-    def check_sampled(self) -> None:
-        """Check the log-probabilities of sampled tokens.
+    def until_failure(self) -> Generation:
+        """Return the completion, as FAILED before the first log-probability that is not finite.
 
-        Raises:
-            FloatingPointError: A log-probability is NaN or infinite.
+        Engines return nothing else, so that no token without a probability is trained.
         """
         is_bad = ~np.isfinite(self.sampler_logprobs)
-        if is_bad.any():
-            first = int(is_bad.argmax())
-            raise FloatingPointError(
-                f"{int(is_bad.sum())} of {len(is_bad)} sampled tokens have a log-probability that "
-                f"is not finite, first {self.sampler_logprobs[first]} of token "
-                f"{self.token_ids[first]} by version {self.policy_versions[first]} of the weights. "
-                "A forward pass exceeded the range of model.dtype or rollout.quantization. Use "
-                "another precision."
-            )
+        if not is_bad.any():
+            return self
+        first = int(is_bad.argmax())
+        return replace(
+            self,
+            token_ids=self.token_ids[:first],
+            sampler_logprobs=self.sampler_logprobs[:first],
+            policy_versions=self.policy_versions[:first],
+            finish_reason=FinishReason.FAILED,
+            routed_experts=None,
+            failure=f"token {first} of a completion has no finite probability "
+            f"(log-probability {self.sampler_logprobs[first]}) with version "
+            f"{self.policy_versions[first]} of the weights. The weights have diverged, or a "
+            "forward pass exceeded the range of model.dtype or rollout.quantization. Lower the "
+            "learning rate and continue from an earlier checkpoint, or use another precision.",
+        )
+
+    def raise_failure(self) -> None:
+        """Raise the failure of a FAILED completion.
+
+        Raises:
+            FloatingPointError: A token has no finite probability.
+        """
+        if self.finish_reason is FinishReason.FAILED:
+            raise FloatingPointError(self.failure)
 
     @property
     def as_baseline(self) -> Generation:

@@ -164,8 +164,15 @@ class RolloutActor(Heartbeat):
         )
 
     async def collect(self) -> Collected:
-        """Return ended rollouts and new tokens of running ones, after a bounded wait."""
+        """Return ended rollouts and new tokens of running ones, after a bounded wait.
+
+        Raises:
+            FloatingPointError: The policy gives no finite probabilities. No other replica would
+                sample the rollout, so the run ends.
+        """
         generations = await self._ended.gathered(GATHER_S, self._is_sampling)
+        for generation in generations:
+            generation.raise_failure()
         stats = self._report_load()
         parts: list[StepPart] = []
         has_sampled = stats.num_generated_tokens > self._num_sampled

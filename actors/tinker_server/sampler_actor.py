@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 
 from rlsys.common.background_tasks import report, start_task
@@ -43,6 +44,7 @@ from rlsys.types import Generation, GenerationRequest, Int32Array, WeightManifes
 
 from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerError
 from ..cluster.long_poll import COLLECT_WAIT_S, LongPoll
+from .sampler_successor import Successor
 
 if TYPE_CHECKING:
     from rlsys.tinker_server.saved_weights import SequenceScorer
@@ -187,7 +189,7 @@ class _WaitingSample:
 
 
 class RaySampler:
-    """A replica for all models of a base model. It is replaced when it dies.
+    """A replica for all models of a base model. It is replaced at once when it dies.
 
     Args:
         start: Starts an actor with a name.
@@ -196,10 +198,13 @@ class RaySampler:
         max_running: Completions that it gets at a time, so that others can still be cancelled,
             owners take turns, and calls stay short.
         max_adapters: Adapters in one batch. 0: the engine supports none.
+        is_renewed: Whether a new actor replaces one in which requests have failed for probabilities
+            that are not finite, before it loads other weights (vllm_engine.py has the reason).
         max_of_owner: Completions of one owner that it gets at a time while others are active.
         start_timeout_s: Time limit of a start.
         published: Returns the manifest of weights, by number, that a trainer on this node still
             has in memory, or None.
+        warn: Gets one line about each death.
         clock: Returns monotonic seconds.
     """
 
@@ -211,9 +216,11 @@ class RaySampler:
         base_key: str,
         max_running: int,
         max_adapters: int,
+        is_renewed: bool = False,
         max_of_owner: int | None = None,
         start_timeout_s: float,
         published: Callable[[int, str], WeightManifest | None],
+        warn: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._start_worker = start
@@ -222,6 +229,8 @@ class RaySampler:
         self._start_timeout_s = start_timeout_s
         self._published = published
         self._max_adapters = max_adapters
+        self._is_renewed = is_renewed
+        self._has_failed_requests = False  # of probabilities that are not finite
         self._scheduler: SamplerScheduler[_WaitingSample] = SamplerScheduler(
             clock,
             patience_s=PATIENCE_S,
@@ -239,6 +248,8 @@ class RaySampler:
         self._starting = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._collecting: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._successor = Successor(self._living, warn)
 
     def load_of(self, weights: SamplerWeights) -> tuple[bool, int]:
         """Return a load to compare: lower means that it samples with these weights sooner."""
@@ -309,7 +320,11 @@ class RaySampler:
         top_k: int,
         temperature: float,
     ) -> Sequence[Scores]:
-        """Return the log-probabilities of rows of tokens at a temperature."""
+        """Return the log-probabilities of rows of tokens at a temperature.
+
+        Raises:
+            FloatingPointError: They are not finite.
+        """
         _check_exists(weights)
         await self._check_undamaged(weights)
         worker = await self._living()
@@ -319,11 +334,14 @@ class RaySampler:
             )
         except (WorkerError, EngineError) as death:
             raise self._died(worker, death) from None
+        if not all(np.isfinite(one.logprobs).all() for one in scores):
+            raise _not_finite(weights)
         return scores
 
     async def close(self) -> None:
         """End the replica."""
-        for task in (self._task, self._collecting):
+        self._successor.close()
+        for task in (self._task, self._collecting, self._watching):
             if task is not None:
                 task.cancel()
         if self._worker is not None:
@@ -339,12 +357,23 @@ class RaySampler:
                 worker = self._start_worker(name)
                 try:
                     self._node_id = await worker.call("start", timeout_s=self._start_timeout_s)
-                except (WorkerError, EngineError) as death:
+                except (WorkerError, EngineError, FloatingPointError) as death:
                     raise self._died(worker, death) from None
                 self._worker = worker
+                self._has_failed_requests = False
+                self._watching = start_task(
+                    self._watch(worker), name=f"{name} watch", fail=self._failed
+                )
                 self._loaded.clear()
                 self._scheduler.switched(self._base_key)
             return self._worker
+
+    async def _watch(self, worker: Worker) -> None:
+        """Wait until the worker dies, also while no request needs it, and replace it."""
+        try:
+            await worker.watch()
+        except WorkerError:
+            self._fail(worker, PartDied(f"{worker.name} died: {worker.cause}"))
 
     async def _serve(self) -> None:
         """Admit requests and switch weights, until no request waits."""
@@ -363,7 +392,10 @@ class RaySampler:
 
     async def _serve_once(self, worker: Worker) -> None:
         if (key := self._scheduler.due()) is not None:
-            await self._switch(worker, key)
+            if self._is_renewed and self._has_failed_requests:
+                worker = await self._renewed(worker)
+            if key != self._scheduler.current:
+                await self._switch(worker, key)
         admitted = self._scheduler.admit()
         for sample in admitted:
             sample.is_submitted = True
@@ -373,6 +405,14 @@ class RaySampler:
         await worker.call("submit", [one for sample in admitted for one in self._turns(sample)])
         if self._collecting is None or self._collecting.done():
             self._collecting = start_task(self._collect(worker), name=self._name, fail=self._failed)
+
+    async def _renewed(self, worker: Worker) -> Worker:
+        """Replace a worker that runs nothing; requests wait for the new one."""
+        assert self._watching is not None
+        self._watching.cancel()  # it does not die
+        self._worker = None
+        worker.kill()
+        return await self._living()
 
     def _turns(self, sample: _WaitingSample) -> list[GenerationRequest]:
         """Return the requests of a sample for the engine.
@@ -462,9 +502,14 @@ class RaySampler:
                 return
             for generation in found:
                 sample, answer = self._answers.pop(generation.request_id)
-                if not answer.done():
+                self._has_failed_requests |= bool(generation.failure)
+                if not answer.done() and generation.failure:
+                    answer.set_exception(_not_finite(sample.weights))
+                elif not answer.done():
                     answer.set_result(generation)
                 self._end(sample, 1)
+            if found:
+                self._successor.progressed()
             self._wake()
 
     def _died(self, worker: Worker, error: Exception) -> PartDied:
@@ -476,10 +521,11 @@ class RaySampler:
         """Fail everything that runs or waits on a dead replica. None: none could be started."""
         if worker is not self._worker and worker is not None:
             return  # reported already
+        error = death if isinstance(death, PartDied) else PartDied(str(death))
         if worker is not None:
             worker.end(str(death))
+            self._successor.died(str(error))
         self._worker = None
-        error = death if isinstance(death, PartDied) else PartDied(str(death))
         for sample in {id(one): one for one, _ in self._answers.values()}.values():
             self._scheduler.remove(sample)
             self._fail_one(sample, error)
@@ -499,6 +545,14 @@ class RaySampler:
 
     def _wake(self) -> None:
         self._changed.set()
+
+
+def _not_finite(weights: SamplerWeights) -> FloatingPointError:
+    return FloatingPointError(
+        f"the probabilities of {weights.key} are not finite: the training has diverged, or the "
+        "weights are too large for the sampler's precision. Load an earlier checkpoint, and lower "
+        "the learning rate."
+    )
 
 
 def _check_exists(weights: SamplerWeights) -> None:

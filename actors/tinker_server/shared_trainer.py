@@ -64,13 +64,21 @@ class _Call:
 class TrainerHost:
     """A group of ranks and the models in it. Calls run in the order of TrainerScheduler.
 
-    If a rank fails, all ranks are ended, and the models with them.
+    If a rank fails, all ranks are ended, and the models with them. `warn` gets one line about it.
     """
 
     def __init__(
-        self, name: str, workers: Sequence[Worker], *, is_shared: bool, start_timeout_s: float
+        self,
+        name: str,
+        workers: Sequence[Worker],
+        *,
+        is_shared: bool,
+        start_timeout_s: float,
+        warn: Callable[[str], None],
     ) -> None:
         self.name = name
+        self._warn = warn
+        self._watching: asyncio.Task[None] | None = None
         self.is_shared = is_shared
         self.models: dict[str, str] = {}  # the owner of each
         self._ranks = RankGroup(workers)
@@ -96,9 +104,24 @@ class TrainerHost:
 
     async def _start(self) -> None:
         limit_s = self._start_timeout_s
+        self._watching = start_task(self._watch(), name=f"{self.name} watch", fail=report)
         places = await self.call("rendezvous", timeout_s=limit_s)
         _, host, port = places[0]
         await self.call("start", host, port, timeout_s=limit_s)
+
+    async def _watch(self) -> None:
+        """Wait until a rank fails, also between calls, and report it."""
+        try:
+            await self._ranks.watch()
+        except Exception as failure:  # noqa: BLE001 - calls raise it
+            lost = f"with {', '.join(self.models)}" if self.models else "without models"
+            self._warn(f"{self._reason(failure).rstrip('.')}; the trainer is lost {lost}")
+
+    def _reason(self, failure: Exception) -> str:
+        reason = str(failure)
+        if self.name in reason:
+            return reason
+        return f"the trainer of {self.name} failed: {reason}"
 
     async def call(
         self, method: str, *args: Any, model: str = "", timeout_s: float | None = None
@@ -158,19 +181,20 @@ class TrainerHost:
         try:
             return await self._ranks.each(method, arguments, timeout_s=timeout_s)
         except (TrainerDied, WorkerError, ValueError, FloatingPointError, OSError) as error:
-            reason = str(error)
-            if self.name not in reason:
-                reason = f"the trainer of {self.name} failed: {reason}"
-            raise PartDied(reason) from error
+            raise PartDied(self._reason(error)) from error
 
     async def close(self) -> None:
         """End all ranks."""
+        if self._watching is not None:
+            self._watching.cancel()
         if not self.is_dead:
             self._ranks.failure = PartDied(f"the trainer of {self.name} was closed")
         await end_all(self._ranks.ranks)
 
 
-def start_host(served: ServedModel, name: str, is_shared: bool) -> TrainerHost:
+def start_host(
+    served: ServedModel, name: str, is_shared: bool, *, warn: Callable[[str], None]
+) -> TrainerHost:
     """Return a host whose ranks are Ray actors."""
     cluster = served.cluster
     factory = EngineFactory(served=served, is_shared=is_shared)
@@ -185,7 +209,13 @@ def start_host(served: ServedModel, name: str, is_shared: bool) -> TrainerHost:
         )
         for rank in range(served.trainer.parallel.num_ranks)
     ]
-    return TrainerHost(name, workers, is_shared=is_shared, start_timeout_s=cluster.start_timeout_s)
+    return TrainerHost(
+        name,
+        workers,
+        is_shared=is_shared,
+        start_timeout_s=cluster.start_timeout_s,
+        warn=warn,
+    )
 
 
 class TrainerPool:

@@ -7,6 +7,7 @@ RayBackend ─► RayTrainer, one per model ─► TrainerHost ─► PrimitiveT
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,7 +40,7 @@ class RayBackend:
         self._served = served
         self._linear_layers = linear_layers
         self._base = BaseModel(name=served.name, path=served.model.path, limits=limits)
-        self._pool = TrainerPool(served, start_host)
+        self._pool = TrainerPool(served, functools.partial(start_host, warn=_warn))
         self._trainers: list[RayTrainer] = []
         num_replicas = served.rollout.num_replicas
         self._samplers = [
@@ -49,9 +50,11 @@ class RayBackend:
                 base_key=served.name,
                 max_running=2 * served.rollout.max_running,
                 max_adapters=served.max_adapters if served.samples_adapters else 0,
+                is_renewed=served.rollout.engine == "vllm",
                 max_of_owner=max(1, served.rollout.max_running // 2),
                 start_timeout_s=served.cluster.start_timeout_s,
                 published=self._published,
+                warn=_warn,
             )
             for number in range(num_replicas)
         ]
@@ -159,6 +162,11 @@ class _SamplerEngine:
         return build_engine(
             served.model, served.rollout, SamplingConfig(), max_context=self.max_context
         )
+
+
+def _warn(message: str) -> None:
+    """Print a line in the log of the server."""
+    print(f"warning: {message}", flush=True)
 
 
 def adapters(linear_layers: Sequence[str], *, rank: int, attention: bool, mlp: bool) -> str:

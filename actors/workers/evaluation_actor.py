@@ -146,7 +146,7 @@ class EvaluationActor(Heartbeat):
     async def wait(self) -> Progress:
         """Return the number of finished samples and micro-batches, and the result if any.
 
-        Raises ValueError and EngineError of the evaluation.
+        Raises ValueError, EngineError and FloatingPointError of the evaluation.
         """
         assert self._work is not None, "no evaluation was started"
         await asyncio.wait([self._work], timeout=WAIT_S)
@@ -298,7 +298,14 @@ class Evaluator:
             found = await self._pool.run(lambda worker: self._found(worker, path))
             if not self._is_discarded:
                 line = await self._added(step, found, path)
-        except (WorkDropped, WorkerError, EngineError, ValueError, OSError) as error:
+        except (
+            WorkDropped,
+            WorkerError,
+            EngineError,
+            FloatingPointError,
+            ValueError,
+            OSError,
+        ) as error:
             reason = str(error)
         if line is not None:
             if found.warning:

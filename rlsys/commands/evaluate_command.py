@@ -101,7 +101,7 @@ def main(arguments: Sequence[str]) -> None:
         on_sample = _recorder(out)
         try:
             evaluation = run_to_end(lambda: _evaluate(config, scorer, on_sample))
-        except EngineError as error:
+        except (EngineError, FloatingPointError) as error:
             raise rlsys.RunFailed(str(error)) from error
     _print(config, evaluation)
 

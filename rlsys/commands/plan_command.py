@@ -18,7 +18,6 @@ fits the factors of your software and devices to runs, and --probe measures this
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
 import sys
@@ -26,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rlsys.common.atomic_files import write_atomically, writing
+from rlsys.common.atomic_files import check_writable, write_atomically, writing
 from rlsys.common.installed_versions import versions
 from rlsys.common.keyboard_interrupt import INTERRUPTED
 from rlsys.config import RunConfig
@@ -38,7 +37,7 @@ from rlsys.launcher.cluster_choice import chosen_cluster
 from rlsys.launcher.launching import live_nodes
 from rlsys.launcher.measured_runs import calibrated_profile
 from rlsys.planner.cpu_device import CpuProbe
-from rlsys.planner.cpu_probe import probe, save_probe
+from rlsys.planner.cpu_probe import cache_file, probe, save_probe
 from rlsys.planner.lengths import Lengths, fixed, lognormal
 from rlsys.planner.plan_file import plan_toml
 from rlsys.planner.plan_report import lines, picture, probe_lines, profile_lines
@@ -85,8 +84,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _measure() -> CpuProbe:
+    path = cache_file_to_write(cache_file())
     measured = probe()
-    path = save_probe(measured)
+    save_probe(measured, path)
     for line in probe_lines(measured):
         print(line)
     print(f"The rates are in {path}. Measure again if other programs were running.")
@@ -97,8 +97,7 @@ def _calibrate(given: argparse.Namespace) -> StackProfile:
     if given.profile:
         file = checked_output(Path(given.profile), ".json", "--profile")
     else:
-        file = default_file()
-        file.parent.mkdir(parents=True, exist_ok=True)
+        file = cache_file_to_write(default_file())
     profile = calibrated_profile([Path(run) for run in given.calibrate], given.prompt_tokens)
     with writing(file, room="free some space"):
         write_atomically(file, profile_text(profile))
@@ -178,6 +177,25 @@ def without_option(arguments: Sequence[str], name: str) -> list[str]:
     return kept
 
 
+def cache_file_to_write(file: Path) -> Path:
+    """Return a file of the user's cache, after a check that it can be written.
+
+    Raises:
+        InvalidValue: The cache is not a directory that can be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        check_writable(file)
+    except OSError as error:
+        raise InvalidValue(
+            "XDG_CACHE_HOME",
+            str(file.parent.parent),
+            rule=f"{file} cannot be written ({error.strerror})",
+            fix="Set XDG_CACHE_HOME to a directory that this user can write.",
+        ) from None
+    return file
+
+
 def checked_output(output: Path, suffix: str, name: str = "--output") -> Path:
     """Return the path of a result, after a check that it can be written there.
 
@@ -195,12 +213,29 @@ def checked_output(output: Path, suffix: str, name: str = "--output") -> Path:
     )
     directory = output.absolute().parent
     require(
-        directory.is_dir() and os.access(directory, os.W_OK | os.X_OK),
+        directory.is_dir(),
         name,
         str(output),
-        rule=f"{directory} is not a directory that this user can write",
+        rule=f"{directory} is not a directory",
         fix="Create it, or choose another.",
     )
+    image = output.with_suffix(".svg")
+    require(
+        suffix != ".toml" or not image.is_dir(),
+        name,
+        str(output),
+        rule=f"the picture's path, {image}, is a directory",
+        fix="Use another name.",
+    )
+    try:
+        check_writable(output)
+    except (OSError, ValueError) as error:
+        raise InvalidValue(
+            name,
+            str(output),
+            rule=f"cannot be written ({getattr(error, 'strerror', None) or error})",
+            fix="Choose a directory that this user can write, and a short name.",
+        ) from None
     return output
 
 

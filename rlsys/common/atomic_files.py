@@ -53,7 +53,7 @@ def write_atomically(path: Path, text: str, *, sync: bool = True) -> None:
 
     With `sync`, the temporary file is on disk before.
     """
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = _temporary(path)
     try:
         with temporary.open("wb", buffering=0) as file:
             write_all(file, text.encode())
@@ -63,6 +63,21 @@ def write_atomically(path: Path, text: str, *, sync: bool = True) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def check_writable(path: Path) -> None:
+    """Check that `write_atomically` can create its file. The file itself is not changed.
+
+    Raises:
+        OSError: It cannot.
+    """
+    temporary = _temporary(path)
+    temporary.open("wb").close()
+    temporary.unlink()
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp")
 
 
 def size_limit() -> str:

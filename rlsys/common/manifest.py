@@ -120,6 +120,17 @@ def faults_of(
     return faults
 
 
+def check_entry(directory: Path, name: str) -> None:
+    """Check one file of a directory.
+
+    Raises:
+        ValueError: The manifest does not describe the file as it is, or is damaged.
+    """
+    files = read_manifest(directory)
+    if name not in files or files[name] != _entry(directory / name):
+        raise ValueError(f"{name} has another checksum than when it was written")
+
+
 def _checksum(files: Mapping[str, ManifestEntry]) -> str:
     lines = [f"{name} {entry.bytes} {entry.crc32}\n" for name, entry in sorted(files.items())]
     return f"{zlib.crc32(''.join(lines).encode(errors='surrogateescape')):08x}"

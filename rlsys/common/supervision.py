@@ -82,6 +82,8 @@ REPLICAS = Policy(RestartPolicy(4, first_pause_s=1.0), PoisonPolicy(3))
 # Deaths in a row that drop groups, by replica. Progress is a complete group: replicas that finish
 # single rollouts between their deaths would be restarted for ever.
 DROPPED_GROUPS = Policy(RestartPolicy(4))
+# Of a server, which goes on without: the next request starts another one then.
+SAMPLERS = Policy(RestartPolicy(4, first_pause_s=1.0))
 # Between two steps. A restart from memory takes seconds.
 TRAINER = Policy(RestartPolicy(5))
 # One start, export or publication. Ray may place the first restart on a lost node.

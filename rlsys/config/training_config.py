@@ -22,6 +22,8 @@ from rlsys.errors import InvalidValue, require
 Precision = Literal["float32", "bfloat16", "float16"]
 Checkpointing = Literal["none", "selective", "full"]
 
+MAX_LEARNING_RATE = 1.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class AnyModelConfig(Section):
@@ -132,10 +134,11 @@ class TrainerConfig(Section):
             fix=f"Use at most {MAX_PROCESSES}.",
         )
         require(
-            0 < self.learning_rate <= 1,
+            0 < self.learning_rate <= MAX_LEARNING_RATE,
             "trainer.learning_rate",
             self.learning_rate,
-            rule="must be above 0 and at most 1, since AdamW moves each weight by about that much",
+            rule=f"must be above 0 and at most {MAX_LEARNING_RATE:g}, since AdamW moves each "
+            "weight by about that much",
             fix="Use a rate such as 1e-6.",
         )
         check_above("trainer.max_grad_norm", self.max_grad_norm, 0, fix="Use a norm such as 1.0.")

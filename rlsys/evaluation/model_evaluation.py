@@ -242,6 +242,7 @@ async def evaluate_model(
         ValueError: A mistake in the model, the data or the rewards, if possible before sampling; or
             too few rewards could be computed.
         EngineError: The engine died.
+        FloatingPointError: The model gives no finite probabilities.
     """
     rewards = as_rewards(functions)
     return await evaluate_packed(
@@ -482,6 +483,8 @@ async def _samples(
             batch = [request for _, request in zip(range(room), requests, strict=False)]
             engine.submit(batch)
             ended = await engine.collect()
+            for one in ended:
+                one.raise_failure()
             scoring.append(asyncio.create_task(score(ended)))
             num_open += len(batch) - len(ended)
             num_ended += len(ended)

@@ -113,6 +113,7 @@ class EpisodePlayer:
         Raises:
             ValueError: A mistake in the models or the environment, found before playing.
             EngineError: An engine died.
+            FloatingPointError: A model gives no finite probabilities.
         """
         longest = self.max_prompt_tokens + self.sampling.max_tokens
         async with contextlib.AsyncExitStack() as stack:
@@ -253,9 +254,11 @@ class _Sampler:
 
         Raises:
             EngineError: The engine died.
+            FloatingPointError: The model gives no finite probabilities.
         """
         while True:
             for generation in await self._engine.collect():
+                generation.raise_failure()
                 # Aborted requests have no waiting caller.
                 if (answer := self._waiting.pop(generation.request_id, None)) is not None:
                     answer.set_result(generation)
@@ -347,6 +350,6 @@ def play(
 
     try:
         run_to_end(lambda: player.play(environment, tasks, keep))
-    except EngineError as error:
+    except (EngineError, FloatingPointError) as error:
         raise RunFailed(str(error)) from error
     return [played[place] for place in sorted(played)]

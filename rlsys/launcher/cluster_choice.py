@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rlsys.config.machine import this_machine
 from rlsys.errors import InvalidValue, require
 from rlsys.planner.cpu_device import CPU, CpuProbe, cpu_cluster
-from rlsys.planner.cpu_probe import probe, save_probe, saved_probe
+from rlsys.planner.cpu_probe import known_probe
 from rlsys.planner.hardware import Cluster, find_gpu, gpu_named, parse_cluster
 from rlsys.planner.stack_profile import StackProfile
 
@@ -59,10 +59,7 @@ def chosen_cluster(
         name = cluster_of_devices(devices)
     if (cores := cores_named(name)) is None:
         return parse_cluster(name), None
-    found = (profile.probe if profile else None) or saved_probe()
-    if found is None:
-        found = probe()
-        save_probe(found)
+    found = (profile.probe if profile else None) or known_probe()
     return cpu_cluster(found, "float32", *cores), found
 
 

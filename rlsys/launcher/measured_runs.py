@@ -16,12 +16,13 @@ from typing import Any
 from rlsys.common.safe_json import parse_json
 from rlsys.config import RunConfig
 from rlsys.config.fields import build, leaves
+from rlsys.controller import StallError
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import Prompts
 from rlsys.errors import InvalidValue, require
 from rlsys.launcher.cluster_choice import cores_named
 from rlsys.planner.cpu_device import CpuProbe, cpu_cluster
-from rlsys.planner.cpu_probe import probe, save_probe, saved_probe
+from rlsys.planner.cpu_probe import known_probe
 from rlsys.planner.hardware import Cluster, parse_cluster
 from rlsys.planner.lengths import Lengths, lognormal, measured
 from rlsys.planner.plan_request import ASSUMED_PROMPT, read_architecture
@@ -33,8 +34,8 @@ from rlsys.planner.run_measurement import step_medians
 from rlsys.planner.run_plan import Role, RunPlan, RunShape
 from rlsys.planner.run_record import RunRecord, read_record
 from rlsys.planner.run_simulation import MAX_ROLLOUTS, NUM_STEPS, simulate_run
-from rlsys.planner.stack_profile import StackProfile
-from rlsys.runs.observe.metrics_file import read_metrics
+from rlsys.planner.stack_profile import StackProfile, check_profile
+from rlsys.runs.observe.metrics_file import read_every_step
 from rlsys.runs.observe.records import read_rollouts
 from rlsys.runs.run_files import RunFiles
 
@@ -57,19 +58,21 @@ def calibrated_profile(runs: Sequence[Path], prompt_tokens: float | None = None)
         InvalidValue: A directory is no run, has too few steps or wrong numbers, or the runs
             contradict each other.
     """
-    rates = _probe() if any(_uses_cpus(_config(RunFiles(run))[0]) for run in runs) else None
-    return calibrated(
-        [measured_run(run, rates, prompt_tokens) for run in runs],
-        probe=rates,
-    )
-
-
-def _probe() -> CpuProbe:
-    found = saved_probe()
-    if found is None:
-        found = probe()
-        save_probe(found)
-    return found
+    rates = known_probe() if any(_uses_cpus(_config(RunFiles(run))[0]) for run in runs) else None
+    measured = [measured_run(run, rates, prompt_tokens) for run in runs]
+    try:
+        profile = calibrated(measured, probe=rates)
+        check_profile(profile)
+    except InvalidValue:
+        raise
+    except (ValueError, ArithmeticError, StallError) as error:  # StallError: of a simulated step
+        raise InvalidValue(
+            "--calibrate",
+            [str(run) for run in runs],
+            rule=f"gives a profile that no stack has ({error})",
+            fix="Leave out runs whose times were edited, or whose devices had other load.",
+        ) from None
+    return profile
 
 
 def measured_run(
@@ -152,7 +155,10 @@ def _config(files: RunFiles) -> tuple[RunConfig, Mapping[str, str | None]]:
         stored = parse_json(files.config.read_text())
         known = {leaf.name for leaf in leaves(RunConfig)}
         flat = {name: value for name, value in _flat(stored["config"]) if name in known}
-        return build(RunConfig, flat), stored["versions"]
+        versions = stored["versions"]
+        if any(not isinstance(version, str | None) for version in versions.values()):
+            raise TypeError(f"versions are {versions}")
+        return build(RunConfig, flat), versions
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidValue(
             "--calibrate",
@@ -178,7 +184,7 @@ def _metrics(files: RunFiles) -> Sequence[Mapping[str, float]]:
         rule="has no metrics.jsonl",
         fix="Give the directory of a run that has trained.",
     )
-    return read_metrics(files.metrics)
+    return read_every_step(files.metrics)
 
 
 def _policy(files: RunFiles, config: RunConfig, record: RunRecord | None) -> Role:
@@ -213,7 +219,14 @@ def _cluster(
     if _uses_cpus(config):
         assert rates is not None
         cores = cores_named(name or "cpu")
-        assert cores is not None, f"{name} is the cluster of a run without GPUs"
+        require(
+            cores is not None,
+            str(RunFiles(path).plan),
+            name,
+            rule="names GPUs, and the run's config.json none",
+            fix="Use a run whose files were not edited.",
+        )
+        assert cores is not None
         return cpu_cluster(rates, config.model.dtype, *cores)
     require(
         bool(name),

@@ -10,7 +10,7 @@ divides k, none keeps the whole matrix on every rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal
 
@@ -114,14 +114,34 @@ class Architecture:
     small_parameters: int = 0
 
     def __post_init__(self) -> None:
-        for field in ("hidden", "vocab", "heads", "kv_heads", "head_dim"):
+        positive = {"hidden", "vocab", "heads", "kv_heads", "head_dim", "value_dim", "layers"}
+        positive |= {"ffn"} if self.dense_layers else set()
+        positive |= {"expert_ffn"} if self.moe_layers else set()
+        positive |= {"window"} if self.window_layers else set()
+        counts = (field.name for field in fields(self) if type(getattr(self, field.name)) is int)
+        for name in (*counts, "layers"):
+            value = getattr(self, name)
             require(
-                getattr(self, field) > 0,
-                f"model.{field}",
-                getattr(self, field),
-                rule="must be positive",
+                value > 0 if name in positive else value >= 0,
+                f"model.{name}",
+                value,
+                rule="must be positive" if name in positive else "must be at least 0",
                 fix="Correct the model's config.json.",
             )
+        require(
+            bool(self.kv_lora) or self.heads % self.kv_heads == 0,
+            "model.kv_heads",
+            self.kv_heads,
+            rule=f"must divide {self.heads:,} attention heads",
+            fix="Correct the model's config.json.",
+        )
+        require(
+            self.window_layers <= self.attention_layers,
+            "model.window_layers",
+            self.window_layers,
+            rule=f"must be at most {self.attention_layers} layers with attention",
+            fix="Correct the model's config.json.",
+        )
         require(
             not self.moe_layers or 0 < self.top_k <= self.experts,
             "model.top_k",

@@ -10,14 +10,14 @@ its bandwidth is given as that of 16-bit values.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 from rlsys.errors import require
 from rlsys.planner.hardware import TERA, Cluster, Gpu
 from rlsys.planner.profiles import Constants
 from rlsys.planner.run_plan import PROFILES, TRAINING_PROFILE
+from rlsys.planner.stored_values import MAX_NUMBER
 
 CPU: Final = "CPU"
 FAMILY: Final = "cpu"
@@ -28,6 +28,7 @@ GLOO_GB_S: Final = 1.0
 
 BYTES_OF: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_CORES: Final = 4096
+MIN_NUMBER: Final = 1e-12  # of measured times and rates: others are a damaged file
 
 
 @dataclass(frozen=True)
@@ -74,16 +75,26 @@ class CpuProbe:
             "layer_forward_s": self.layer_forward_s,
             "layer_train_s": self.layer_train_s,
             "traffic": self.traffic,
-            **{f"products[{i}]": one.seconds for i, one in enumerate(self.products)},
+            "decode_tokens_s": self.decode_tokens_s or 1.0,  # 0 if it was not measured
         }
+        for i, one in enumerate(self.products):
+            numbers[f"products[{i}]"] = one.seconds
+            numbers |= {f"products[{i}].rows": one.rows, f"products[{i}].width": one.width}
         for name, value in numbers.items():
             require(
-                math.isfinite(value) and value > 0,
+                MIN_NUMBER <= value <= MAX_NUMBER,
                 f"probe.{name}",
                 value,
-                rule="must be positive and finite",
+                rule=f"must be from {MIN_NUMBER:.0e} to {MAX_NUMBER:.0e}",
                 fix="Measure again with rlsys plan --probe.",
             )
+        require(
+            self.cores <= MAX_CORES,
+            "probe.cores",
+            self.cores,
+            rule=f"must be at most {MAX_CORES}",
+            fix="Measure again with rlsys plan --probe.",
+        )
         for dtype in self.dtypes:
             own = [(one.rows, one.width) for one in self.products if one.dtype == dtype]
             grid = {(rows, width) for rows, _ in own for _, width in own}
@@ -105,12 +116,6 @@ class CpuProbe:
     def dtypes(self) -> tuple[str, ...]:
         """Types of the measured products."""
         return tuple(dict.fromkeys(one.dtype for one in self.products))
-
-    @staticmethod
-    def restored(stored: Mapping[str, Any]) -> CpuProbe:
-        """Return a probe from the dictionary of its fields."""
-        products = tuple(ProductTime(**one) for one in stored["products"])
-        return CpuProbe(**{**stored, "products": products})
 
 
 def cpu_core(probe: CpuProbe, dtype: str) -> Gpu:

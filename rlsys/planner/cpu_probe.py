@@ -9,6 +9,7 @@ and memory.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -26,6 +27,7 @@ from rlsys.common.available_memory import total_bytes
 from rlsys.common.installed_versions import versions
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.planner.cpu_device import CpuProbe, ProductTime
+from rlsys.planner.stored_values import restored
 
 ROWS: Final = (1, 8, 64, 512, 2048)
 WIDTHS: Final = (64, 128, 512, 1536)
@@ -182,9 +184,19 @@ def cache_file() -> Path:
 def saved_probe(path: Path | None = None) -> CpuProbe | None:
     """Return the probe that was saved, or None without a readable one."""
     try:
-        return CpuProbe.restored(parse_json((path or cache_file()).read_text()))
-    except (OSError, ValueError, KeyError, TypeError):
+        return restored(CpuProbe, parse_json((path or cache_file()).read_text()), "probe")
+    except (OSError, ValueError):
         return None
+
+
+def known_probe() -> CpuProbe:
+    """Return the saved probe, or measure one and save it if the cache can be written."""
+    found = saved_probe()
+    if found is None:
+        found = probe()
+        with contextlib.suppress(OSError):  # measured again the next time
+            save_probe(found)
+    return found
 
 
 def save_probe(measured: CpuProbe, path: Path | None = None) -> Path:

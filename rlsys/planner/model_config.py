@@ -19,6 +19,7 @@ from typing import Any, Final
 from rlsys.common.safe_json import parse_json
 from rlsys.errors import InvalidValue
 from rlsys.planner.architecture import Architecture
+from rlsys.planner.config_fields import number_field, text_fields
 
 DATA: Final = Path(__file__).parent / "data"
 Config = Mapping[str, Any]
@@ -155,12 +156,14 @@ _FAMILIES: Final[dict[str, _Family]] = {
     ),
 }
 
+# Model types with networks of width 4 h, which their config.json need not state.
+_QUADRUPLE: Final = {"codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt"}
+
 
 def _number(config: Config, *names: str, default: int | None = None) -> int:
     """Return the first of these numbers that the configuration has."""
     for name in names:
-        value = config.get(name)
-        if isinstance(value, int) and not isinstance(value, bool):
+        if (value := number_field(config, name)) is not None:
             return value
     if default is None:
         raise InvalidValue(
@@ -175,11 +178,10 @@ def architecture_from_config(config: Config, *, name: str = "") -> Architecture:
     """Return the architecture that a model's config.json describes.
 
     Raises:
-        InvalidValue: A size is missing or not positive, or the model type is not supported.
+        InvalidValue: A field is missing or invalid, or the model type is not supported.
     """
-    text = {**config.get("text_config", {})} if "text_config" in config else dict(config)
-    text.setdefault("tie_word_embeddings", config.get("tie_word_embeddings"))
-    kind = str(text.get("model_type", config.get("model_type", "")))
+    text = text_fields(config)
+    kind = text["model_type"] or ""
     family = _FAMILIES.get(kind)
     if family is None:
         raise InvalidValue(
@@ -206,11 +208,10 @@ def _build(config: Config, kind: str, family: _Family, name: str) -> Architectur
     if kv_lora:
         head_dim = _number(config, "qk_nope_head_dim") + rope_dim
     value_dim = _number(config, "v_head_dim", default=head_dim) if kv_lora else head_dim
-    ffn = _ffn(config, kind, hidden)
     attention, dense, moe, linear = _layer_counts(config, kind)
     window, window_layers = _windows(config, kind, attention)
     tied = config.get("tie_word_embeddings")
-    expert_ffn = _number(config, "moe_intermediate_size", "intermediate_size", default=0)
+    expert_ffn = _number(config, "moe_intermediate_size", "intermediate_size") if moe else 0
     linear_gemms, linear_state = _linear_mixer(config, kind, hidden) if linear else ((), 0)
     positions = _number(config, "max_position_embeddings", "n_positions", "max_seq_len", default=0)
     built = Architecture(
@@ -225,13 +226,13 @@ def _build(config: Config, kind: str, family: _Family, name: str) -> Architectur
         dense_layers=dense,
         moe_layers=moe,
         linear_layers=linear,
-        ffn=ffn if dense else 0,
+        ffn=_ffn(config, kind, hidden) if dense else 0,
         gated=bool(config.get("gated", family.gated)),
         tied=family.tied if tied is None else bool(tied),
         experts=_experts(config) if moe else 0,
         attention_gate=family.attention_gate,
         top_k=_number(config, "num_experts_per_tok", "experts_per_token", "moe_k") if moe else 0,
-        expert_ffn=expert_ffn if moe else 0,
+        expert_ffn=expert_ffn,
         expert_hidden=_number(config, "moe_latent_size", default=0) if moe else 0,
         shared_ffn=_shared_ffn(config, kind, expert_ffn) if moe else 0,
         q_lora=_number(config, "q_lora_rank", default=0) if kv_lora else 0,
@@ -258,11 +259,12 @@ def _kv_heads(config: Config, kind: str, heads: int) -> int:
 def _ffn(config: Config, kind: str, hidden: int) -> int:
     if kind == "llama4_text":
         return _number(config, "intermediate_size_mlp", "intermediate_size")
-    ratio = _number(config, "expansion_ratio", default=4)
     if kind == "bloom":  # its config.json may have an n_inner that the model ignores
         return 4 * hidden
     names = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
-    return _number(config, *names, default=ratio * hidden)
+    if kind not in _QUADRUPLE:
+        return _number(config, *names)
+    return _number(config, *names, default=_number(config, "expansion_ratio", default=4) * hidden)
 
 
 def _experts(config: Config) -> int:
@@ -282,7 +284,7 @@ def _layer_counts(config: Config, kind: str) -> tuple[int, int, int, int]:
     )
     if not _experts(config):
         return layers - linear, layers, 0, linear
-    dense = _number(config, "first_k_dense_replace", default=0)
+    dense = min(layers, _number(config, "first_k_dense_replace", default=0))
     if "moe_layer_start_index" in config:  # ernie4_5_moe
         return layers - linear, *_ernie_layers(config, layers), linear
     if isinstance(only := config.get("mlp_only_layers"), list) and only:
@@ -299,8 +301,8 @@ def _ernie_layers(config: Config, layers: int) -> tuple[int, int]:
     """Return the dense layers and those with experts of a range that begins and ends somewhere."""
     first, every = _number(config, "moe_layer_start_index"), _number(config, "moe_layer_interval")
     last = _number(config, "moe_layer_end_index", default=-1)
-    numbers = range(first, (layers - 1 if last == -1 else last) + 1)
-    moe = sum((number + 1) % every == 0 for number in numbers)
+    end = layers if last == -1 else min(last + 1, layers)
+    moe = max(0, end // every - first // every)  # numbers n with first < n <= end, every divides n
     return layers - moe, moe
 
 

@@ -62,6 +62,10 @@ def lines(planning: RunPlanning, num_shown: int = 8) -> Iterator[str]:
             f"= ties: the model cannot tell the first {num_tied} apart. The one with the lower "
             "staleness and fewer devices is first."
         )
+    yield (
+        "trainer: layout and recomputed activations; trainer GB: the largest rank, of its device; "
+        "busy: share of the step in which devices have work."
+    )
     yield staleness_line(planning)
 
 

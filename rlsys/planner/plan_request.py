@@ -7,13 +7,13 @@ Lengths that are not given are assumed, and the assumptions are returned as sent
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from rlsys.common.safe_json import parse_json
 from rlsys.config import RunConfig, TrainedRoleConfig
 from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.dataflow.graph.stages import (
@@ -26,6 +26,7 @@ from rlsys.dataflow.graph.stages import (
 )
 from rlsys.errors import InvalidValue, require
 from rlsys.planner.architecture import Architecture
+from rlsys.planner.config_fields import read_config
 from rlsys.planner.cpu_device import CpuProbe, cpu_cluster, cpu_constants
 from rlsys.planner.hardware import Cluster
 from rlsys.planner.lengths import Lengths, lognormal
@@ -248,13 +249,34 @@ def read_architecture(path: str) -> Architecture:
         rule="the planner needs the shape of a model",
         fix="Give a directory with a config.json, or a name such as Qwen/Qwen3-8B.",
     )
-    file = Path(path).expanduser() / "config.json"
-    if file.is_file():
-        return architecture_from_config(parse_json(file.read_text()), name=Path(path).name)
+    file = Path(os.path.expanduser(path)) / "config.json"
+    if _exists(file, path):
+        return architecture_from_config(read_config(file), name=Path(path).name)
     try:
         return named_model(path)
     except InvalidValue as error:
         nearest = get_close_matches(Path(path).name, model_names(), n=3, cutoff=0.3)
         names = ", ".join(nearest) or "Qwen3-8B"
+        rule = "is a directory without a config.json" if file.parent.is_dir() else error.rule
         fix = f"Give a directory with a config.json, or a known name such as {names}."
-        raise InvalidValue("model.path", path, rule=error.rule, fix=fix) from None
+        raise InvalidValue("model.path", path, rule=rule, fix=fix) from None
+
+
+def _exists(file: Path, path: str) -> bool:
+    """Return whether a model's directory has a config.json.
+
+    Raises:
+        InvalidValue: The directory cannot be read.
+    """
+    try:
+        os.lstat(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        raise InvalidValue(
+            "model.path",
+            path,
+            rule=f"cannot be read ({getattr(error, 'strerror', None) or error})",
+            fix="Give a directory with a config.json that this user can read.",
+        ) from None
+    return True

@@ -143,7 +143,7 @@ def plan_run(
         shape=shape,
         cluster=request.cluster,
         constants=constants,
-        plans=[*_sorted(simulated), *others],
+        plans=[*_sorted(simulated), *map(_untied, others)] if simulated else others,
         num_found=len(found),
         assumptions=assumptions,
         bounds=bounds_of_staleness(config, request),
@@ -162,6 +162,11 @@ def _of_each_kind(plans: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:
         keyed.append((turns[kind], one))
         turns[kind] += 1
     return [one for _, one in sorted(keyed, key=lambda pair: pair[0])]  # stable
+
+
+def _untied(plan: SimulatedPlan) -> SimulatedPlan:
+    """Return a plan by its closed form, which does not tie with simulated ones."""
+    return replace(plan, ranked=replace(plan.ranked, is_tied=False))
 
 
 def _sorted(plans: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:

@@ -21,6 +21,7 @@ from rlsys.errors import InvalidValue
 
 WARM_UP: Final = 2  # first steps that are left out
 MIN_STEPS: Final = 5  # steps after them
+MAX_TIME_S: Final = 1e12  # of any time in the metrics: time/unix_s is about 1.8e9
 MAX_OVERLAP: Final = 1.5  # training beyond the step's time: publishing may reach into the next step
 
 _ACTOR: Final = re.compile(r"time/(work|wait)_s/([a-z]+-\d+)")
@@ -121,11 +122,11 @@ def _check(run: str, line: Line) -> None:
                 fix="Use a run that generates rollouts and trains on them.",
             )
     for name, value in line.items():
-        if name.startswith("time/") and not (math.isfinite(value) and value >= 0):
+        if name.startswith("time/") and not 0 <= value <= MAX_TIME_S:
             raise InvalidValue(
                 f"{step}, {name}",
                 value,
-                rule="must be finite and at least 0",
+                rule=f"must be from 0 to {MAX_TIME_S:.0e}",
                 fix="The file was edited or damaged. Use another run.",
             )
     step_s, train_s = line[metrics.TIME_STEP_S], line[metrics.TIME_TRAIN_S]

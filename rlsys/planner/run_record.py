@@ -8,7 +8,6 @@ neither the graph nor the shapes of the models.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from rlsys.errors import InvalidValue
 from rlsys.planner.architecture import Architecture
 from rlsys.planner.model_config import architecture_from_config, named_model
 from rlsys.planner.run_plan import Role
+from rlsys.planner.stored_values import restored
 
 FORMAT = 1
 
@@ -114,18 +114,14 @@ def read_record(path: Path) -> RunRecord:
     """
     try:
         stored = parse_json(path.read_text())
-        if stored.pop("format") != FORMAT:
+        if not isinstance(stored, dict) or stored.pop("format", None) != FORMAT:
             raise ValueError("it is of another version of rlsys")
-        roles = tuple(RecordedRole(**role) for role in stored.pop("roles"))
-        predicted = stored.pop("prediction")
-        prediction = None if predicted is None else PredictedStep(**predicted)
-        found = RunRecord(roles=roles, prediction=prediction, **stored)
-        numbers = [found.prompt_tokens, *(asdict(prediction).values() if prediction else ())]
-        if not roles or not all(math.isfinite(number) for number in numbers):
-            raise ValueError("a number is not finite, or no role is listed")
-        for role in roles:
+        found = restored(RunRecord, stored, "plan")
+        if not found.roles or found.turns < 1:
+            raise ValueError("no role is listed, or an episode has no turn")
+        for role in found.roles:
             _ = role.architecture
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise InvalidValue(
             str(path),
             rule=f"cannot be read as a run's plan.json ({error})",

@@ -153,7 +153,8 @@ def training_plans(
     """Return the fastest plans of a trained role on `num_gpus` devices that fit, best first.
 
     A micro-batch must hold the longest row, unless the user gave its size. Of one layout, only the
-    fastest micro-batch and recomputation count.
+    fastest micro-batch and recomputation count. Of layouts that tie with the fastest, those with
+    the fewest kinds of parallelism are first.
     """
     longest = shape.workload.prompt_tokens + shape.workload.completions.maximum
     recomputations = RECOMPUTE[:1] if cluster.gpu.products else RECOMPUTE
@@ -181,7 +182,19 @@ def training_plans(
                 found = (seconds, number, plan)
         if found is not None:
             best.append(found)
-    return [plan for _, _, plan in sorted(best)[:NUM_KEPT]]
+    limit = min((seconds for seconds, _, _ in best), default=0.0) * (1 + TIE)
+
+    def order(one: tuple[float, int, TrainingPlan]) -> tuple[bool, int, float, int]:
+        seconds, number, plan = one
+        is_slower = seconds > limit
+        return is_slower, 0 if is_slower else _num_kinds(plan), seconds, number
+
+    return [plan for _, _, plan in sorted(best, key=order)[:NUM_KEPT]]
+
+
+def _num_kinds(plan: TrainingPlan) -> int:
+    """Return how many kinds of parallelism a plan has besides data parallelism."""
+    return sum(size > 1 for size in (plan.tp, plan.pp, plan.cp, plan.ep))
 
 
 def role_memory(

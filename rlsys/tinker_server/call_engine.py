@@ -150,8 +150,8 @@ class PrimitiveEngine(FSDPEngine):
         """Add the gradient of the loss, or only compute it without `backward`. A collective.
 
         Raises:
-            FloatingPointError: Log-probabilities are not finite, on all ranks. Without this check
-                the answer would be a loss of NaN.
+            FloatingPointError: Log-probabilities, or the loss, are not finite, on all ranks.
+                Without this check the answer would be a loss of NaN or infinity.
         """
         recording = RecordingLoss(loss, num_targets)
         if backward:
@@ -164,6 +164,11 @@ class PrimitiveEngine(FSDPEngine):
             raise FloatingPointError(
                 f"the log-probabilities are not finite: {self._cause_in_weights()} Load a "
                 "checkpoint."
+            )
+        if self._ranks.max(int(not np.isfinite(output.loss))):
+            raise FloatingPointError(
+                f"the loss is {output.loss}, although all log-probabilities are finite. Look for "
+                "huge weights, advantages or settings of the loss."
             )
         return output
 

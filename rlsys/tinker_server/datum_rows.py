@@ -57,6 +57,8 @@ def rows_of(data: Sequence[WireDatum], name: str, kind: LossKind, limits: ModelL
     """
     if not data:
         raise ApiError("data", rule="there is none", fix="Send at least one datum.")
+    for number, one in enumerate(data):
+        _check_names(number, one, name, kind)
     targets = [_targets(number, one, limits) for number, one in enumerate(data)]
     aligned = all(
         target.ndim == 1 and np.array_equal(target[:-1], one.token_ids[1:])
@@ -96,6 +98,16 @@ def turns(rows: Sequence[TrainRow], max_tokens: int) -> Iterator[Sequence[TrainR
     yield part
 
 
+def _check_names(number: int, datum: WireDatum, name: str, kind: LossKind) -> None:
+    known = ("target_tokens", *kind.inputs)
+    if unknown := sorted(datum.tensors.keys() - set(known)):
+        raise ApiError(
+            f"data[{number}].{unknown[0]}",
+            rule=f"{name} has no such input",
+            fix=f"Leave it out of loss_fn_inputs, which may have: {', '.join(known)}.",
+        )
+
+
 def _targets(number: int, datum: WireDatum, limits: ModelLimits) -> npt.NDArray[np.int64]:
     """Return the targets of a datum, [N] or [N, K]."""
     size = len(datum.token_ids)
@@ -123,6 +135,8 @@ def _targets(number: int, datum: WireDatum, limits: ModelLimits) -> npt.NDArray[
             rule=f"the shape is {found.shape} for {size} input tokens",
             fix="Give the shape (N,), or (N, K) for several targets.",
         )
+    if found.dtype.kind == "f":
+        _check_whole(number, found)
     targets = found.astype(np.int64)
     for what, tokens in (("tokens", datum.token_ids), ("target_tokens", targets)):
         wrong = tokens[(tokens < 0) | (tokens >= limits.vocab_size)]
@@ -134,6 +148,17 @@ def _targets(number: int, datum: WireDatum, limits: ModelLimits) -> npt.NDArray[
                 fix="Use the tokenizer of this model.",
             )
     return targets
+
+
+def _check_whole(number: int, targets: Array) -> None:
+    is_whole = np.isfinite(targets) & (targets == np.floor(targets))
+    if not is_whole.all():
+        raise ApiError(
+            f"data[{number}].target_tokens",
+            float(targets[~is_whole].flat[0]),
+            rule="must be whole numbers",
+            fix="Send token ids, as int64.",
+        )
 
 
 def _columns(
@@ -164,6 +189,13 @@ def _columns(
                 f"data[{number}].{tensor}",
                 rule="all numbers must be finite",
                 fix="Check how it was computed.",
+            )
+        if tensor in kind.masks and not np.isin(values, (0, 1)).all():
+            raise ApiError(
+                f"data[{number}].{tensor}",
+                float(values[~np.isin(values, (0, 1))].flat[0]),
+                rule="must be 0 or 1",
+                fix="Use 1 for tokens that count, and 0 for others.",
             )
         columns[column] = values
     return columns

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from rlsys.common import safe_json
+from rlsys.config.training_config import MAX_LEARNING_RATE
 from rlsys.errors import InvalidValue
 from rlsys.text.tokenizer_boundary import check_encodable
 from rlsys.tinker_server.api_errors import ApiError
@@ -175,13 +176,27 @@ def adam(body: Body) -> StepParams:
         raise ApiError("adam_params", params, rule="must be an object", fix="Give AdamParams.")
     with _inside("adam_params."):
         return StepParams(
-            learning_rate=number(params, "learning_rate", 1e-4, below=math.inf),
+            learning_rate=_learning_rate(params),
             beta1=number(params, "beta1", 0.9, below=1.0),
             beta2=number(params, "beta2", 0.95, below=1.0),
             eps=number(params, "eps", 1e-12, below=math.inf),
             weight_decay=number(params, "weight_decay", 0.0, below=math.inf),
             grad_clip_norm=number(params, "grad_clip_norm", 0.0, below=math.inf),
         )
+
+
+def _learning_rate(params: Body) -> float:
+    """Return the learning rate. Runs have the same limit, but a client may use 0."""
+    rate = number(params, "learning_rate", 1e-4, below=math.inf)
+    if rate > MAX_LEARNING_RATE:
+        raise ApiError(
+            "learning_rate",
+            rate,
+            rule=f"must be at most {MAX_LEARNING_RATE:g}, since AdamW moves each weight by about "
+            "that much",
+            fix="Use a rate such as 1e-4.",
+        )
+    return rate
 
 
 @contextlib.contextmanager

@@ -120,7 +120,7 @@ class Sampling:
                 message=f"{sentence(death)} Another one replaces it. Sample again.",
                 category="server",
             )
-        except ValueError as error:
+        except (ValueError, FloatingPointError) as error:
             outcome = Failure(message=str(error), category="user")
         except OSError as error:
             outcome = Failure(message=str(error), category="server")

@@ -31,7 +31,7 @@ from typing import Literal, get_args
 
 from rlsys.common.atomic_files import write_atomically, writing
 from rlsys.common.background_tasks import report, start_thread
-from rlsys.common.manifest import MANIFEST_FILE, faults_of, write_manifest
+from rlsys.common.manifest import MANIFEST_FILE, check_entry, faults_of, write_manifest
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.tinker_server.api_errors import ApiError
 
@@ -214,10 +214,11 @@ class ServerCheckpoints:
         """Return the description of a checkpoint.
 
         Raises:
-            ApiError: Its saved.json cannot be read.
+            ApiError: Its saved.json cannot be read, or differs from the manifest.
         """
         file = directory / SAVED
         try:
+            check_entry(directory, SAVED)
             return SavedModel(**parse_json(file.read_text()))
         except (ValueError, TypeError) as error:
             raise ApiError(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from actors.rollout.rollout_actor import RolloutActor
+from actors.cluster.calls import SELF_EXPLAINING
+from actors.rollout.rollout_actor import DEADLY, RolloutActor
 from actors.store import store_writer
 from rlsys.controller.worker_protocols import RolloutText
 from rlsys.dataflow.store.blocks import BlockRef, ColumnRef, layout_of
@@ -190,3 +192,38 @@ def test_withdrawn_requests_return_the_tokens_that_were_not_reported(
     }
     (columns,) = actor._store.client.written
     assert [row.tolist() for row in columns["token_ids"]] == [[3, 4], [3, 4]]
+
+
+class Diverged(Engine):
+    """Engine whose second completion has a token without a finite probability."""
+
+    async def collect(self) -> list[Generation]:
+        first, second = await super().collect()
+        logprobs = np.array([-0.1, np.nan], np.float32)
+        return [first, replace(second, sampler_logprobs=logprobs).until_failure()]
+
+
+def test_a_rollout_without_finite_probabilities_is_an_error_that_names_the_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not one after which a replica is replaced, since all replicas have these weights."""
+    monkeypatch.setattr(store_writer, "StoreClient", Store)
+    actor_class: Any = RolloutActor.__ray_actor_class__  # type: ignore[attr-defined]
+    reported_load: Any = SimpleNamespace(set=lambda name, value: None)
+    actor = actor_class(Diverged, build_tokenizer("ab"), reported_load, None, Tracer("rollout-0"))
+    sampling = SamplingParams(max_tokens=8)
+    requests = [
+        GenerationRequest(request_id=name, prompt_token_ids=(5,), sampling=sampling, seed=0)
+        for name in ("0.0.0", "0.1.0")
+    ]
+
+    async def scenario() -> None:
+        await actor.submit(requests, {})
+        await actor.collect()
+
+    with pytest.raises(FloatingPointError) as found:
+        asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert f"version {VERSION}" in str(found.value)
+    assert not isinstance(found.value, DEADLY)
+    assert isinstance(found.value, SELF_EXPLAINING)
+    assert actor._store.client.written == []

@@ -14,8 +14,10 @@ import pytest
 from actors.cluster.calls import WorkerDied
 from actors.tinker_server.sampler_actor import KEPT, RaySampler
 from rlsys.common.manifest import write_manifest
+from rlsys.common.supervision import Policy, RestartPolicy
 from rlsys.errors import InvalidValue
 from rlsys.tinker_server.api_errors import ApiError, PartDied
+from rlsys.tinker_server.server_backend import Scores
 from rlsys.tinker_server.server_checkpoints import ADAPTER_DIRECTORY, SamplerWeights
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
@@ -32,8 +34,15 @@ class FakeWorker:
     running: list[GenerationRequest] = field(default_factory=list)
     loaded: set[int] = field(default_factory=set)
     fails: dict[int, Exception] = field(default_factory=dict)  # by adapter
+    scores: list[Scores] = field(default_factory=list)
     ended: list[Generation] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    died: asyncio.Event = field(default_factory=asyncio.Event)
+    start_error: Exception | None = None
+
+    async def watch(self) -> None:
+        await self.died.wait()
+        raise WorkerDied(f"{self.name} died during watch: {self.cause}")
 
     async def start_call(self, method: str, *args: Any) -> Any:
         return await self.call(method, *args)
@@ -50,6 +59,8 @@ class FakeWorker:
         self.calls.append((method, args))
         match method:
             case "start":
+                if self.start_error is not None:
+                    raise self.start_error
                 return "node"
             case "submit":
                 self.running += args[0]
@@ -57,13 +68,15 @@ class FakeWorker:
                 if args[0] in self.fails:
                     raise self.fails[args[0]]
                 self.loaded.add(args[0])
+            case "score":
+                return self.scores
             case "drop_adapter":
                 self.loaded.remove(args[0])
             case "abort":
                 self.finish(*args[0])
         return None
 
-    def finish(self, *request_ids: str) -> None:
+    def finish(self, *request_ids: str, failure: str = "") -> None:
         for one in [one for one in self.running if one.request_id in request_ids]:
             assert one.adapter == 0 or one.adapter in self.loaded
             self.running.remove(one)
@@ -73,7 +86,8 @@ class FakeWorker:
                     token_ids=np.array([7], np.int32),
                     sampler_logprobs=np.array([-0.5], np.float32),
                     policy_versions=np.array([one.adapter], np.int32),
-                    finish_reason=FinishReason.LENGTH,
+                    finish_reason=FinishReason.FAILED if failure else FinishReason.LENGTH,
+                    failure=failure,
                 )
             )
         self.changed.set()
@@ -81,6 +95,7 @@ class FakeWorker:
     def end(self, cause: str) -> None:
         self.cause, self.is_dead = cause, True
         self.changed.set()
+        self.died.set()
 
     def kill(self) -> None:
         self.end("killed")
@@ -89,21 +104,28 @@ class FakeWorker:
 class Sampler:
     """A RaySampler and its workers."""
 
-    def __init__(self, *, max_running: int = 4, max_adapters: int = 2) -> None:
+    def __init__(
+        self, *, max_running: int = 4, max_adapters: int = 2, is_renewed: bool = False
+    ) -> None:
         self.workers: list[FakeWorker] = []
+        self.start_errors: list[Exception] = []
+        self.warnings: list[str] = []
         self.sampler = RaySampler(
             self._start,
             "sampler-0",
             base_key="tiny",
             max_running=max_running,
             max_adapters=max_adapters,
+            is_renewed=is_renewed,
             start_timeout_s=10.0,
             published=lambda number, node: None,
+            warn=self.warnings.append,
         )
 
     def _start(self, name: str) -> Any:
         self.workers.append(FakeWorker(name))
-        return self.workers[-1]
+        self.worker.start_error = self.start_errors.pop(0) if self.start_errors else None
+        return self.worker
 
     @property
     def worker(self) -> FakeWorker:
@@ -229,6 +251,115 @@ def test_a_new_replica_loads_adapters_again(tmp_path: Path) -> None:
         assert await one.names() == ["second:0"]
         assert len(one.workers) == 2
         one.worker.finish("second:0")
+        assert len(await asked) == 1
+        await one.sampler.close()
+
+    asyncio.run(main())
+
+
+def test_a_completion_without_finite_probabilities_fails_its_request_alone(tmp_path: Path) -> None:
+    async def main() -> None:
+        one = Sampler()
+        weights = adapter(tmp_path, 1)
+        bad, good = one.asks(weights, "bad", "a", size=2), one.asks(BASE, "good", "b")
+        await one.names()
+        one.worker.finish("bad:0", failure="token 0 has no finite probability")
+        with pytest.raises(FloatingPointError) as found:
+            await bad
+        assert weights.path in str(found.value)
+        assert await one.names() == ["good:0"]  # the rest of the request is aborted
+        one.worker.finish("good:0")
+        assert len(await good) == 1
+        assert (len(one.workers), one.warnings) == (1, [])
+        await one.sampler.close()
+
+    asyncio.run(main())
+
+
+def test_an_engine_with_failed_requests_is_renewed_before_other_weights(tmp_path: Path) -> None:
+    async def main() -> None:
+        one = Sampler(max_adapters=0, is_renewed=True)
+        diverged = one.asks(adapter(tmp_path, 1), "bad", "a")
+        await one.names()
+        one.worker.finish("bad:0", failure="token 0 has no finite probability")
+        with pytest.raises(FloatingPointError):
+            await diverged
+        other, base = one.asks(adapter(tmp_path, 2), "other", "b"), one.asks(BASE, "base", "c")
+        assert await one.names() == ["other:0"]
+        assert [worker.is_dead for worker in one.workers] == [True, False]
+        one.worker.finish("other:0")
+        assert len(await other) == 1
+        await one.names()
+        one.worker.finish("base:0")
+        assert len(await base) == 1
+        assert (len(one.workers), one.warnings) == (2, [])
+        await one.sampler.close()
+
+    asyncio.run(main())
+
+
+def test_scores_that_are_not_finite_fail_alone() -> None:
+    async def main() -> None:
+        one = Sampler()
+        await one.sampler.start()
+        rows = [np.array([1, 2, 3], np.int32)]
+        for bad in (np.nan, -np.inf):
+            one.worker.scores = [Scores(logprobs=np.array([-1.0, bad], np.float32))]
+            with pytest.raises(FloatingPointError):
+                await one.sampler.score(BASE, rows, 0, 1.0)
+        one.worker.scores = [Scores(logprobs=np.array([-1.0, -2.0], np.float32))]
+        assert await one.sampler.score(BASE, rows, 0, 1.0) == one.worker.scores
+        assert (len(one.workers), one.warnings) == (1, [])
+        await one.sampler.close()
+
+    asyncio.run(main())
+
+
+def test_a_sampler_that_dies_is_replaced_and_reported_without_a_request() -> None:
+    async def main() -> None:
+        one = Sampler()
+        await one.sampler.start()
+        asked = one.asks(BASE, "r", "client")
+        await one.names()
+        one.worker.finish("r:0")
+        await asked
+        one.worker.end("killed")
+        await one.names()
+        assert [worker.calls[0][0] for worker in one.workers] == ["start", "start"]
+        assert [worker.name for worker in one.workers] == ["sampler-0", "sampler-0.1"]
+        (line,) = one.warnings
+        assert line.startswith("sampler-0 died: killed; ")
+        asked = one.asks(BASE, "again", "client")
+        assert await one.names() == ["again:0"]
+        one.worker.finish("again:0")
+        assert len(await asked) == 1
+        await one.sampler.close()
+        await one.names()
+        assert (len(one.workers), one.warnings) == (2, [line])  # a requested end is no death
+
+    asyncio.run(main())
+
+
+def test_samplers_that_keep_dying_are_started_by_requests_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        policy = Policy(RestartPolicy(2, first_pause_s=0.001))
+        monkeypatch.setattr("actors.tinker_server.sampler_successor.SAMPLERS", policy)
+        one = Sampler()
+        await one.sampler.start()
+        one.start_errors = [WorkerDied("it died during start: no memory")] * 3
+        one.worker.end("killed")
+        for _ in range(3):
+            await one.names()
+        assert len(one.workers) == 3  # two successors, whose starts failed
+        assert len(one.warnings) == 3
+        with pytest.raises(PartDied):
+            await one.asks(BASE, "fails", "client")
+        asked = one.asks(BASE, "r", "client")
+        assert await one.names() == ["r:0"]
+        assert len(one.workers) == 5
+        one.worker.finish("r:0")
         assert len(await asked) == 1
         await one.sampler.close()
 

@@ -33,6 +33,7 @@ class FakeRank:
     is_free: asyncio.Event = field(default_factory=asyncio.Event)
     num_running: int = 0
     cause: str = ""
+    died: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def start_call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         if self.cause:
@@ -59,8 +60,13 @@ class FakeRank:
     async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         return await self.start_call(method, *args)
 
+    async def watch(self) -> None:
+        await self.died.wait()
+        raise WorkerDied(f"{self.name} died: {self.cause}")
+
     def end(self, cause: str) -> None:
         self.cause = self.cause or cause
+        self.died.set()
 
     def kill(self) -> None:
         self.end("killed")
@@ -74,6 +80,7 @@ class Trainers:
     models_per_trainer: int = 2
     pool: Any = None
     served: Any = None
+    warnings: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.served = ServedModel(
@@ -91,7 +98,9 @@ class Trainers:
         self.ranks.append(FakeRank(f"trainer-0 of {name}"))
         self.ranks[-1].is_free.set()
         workers: Any = [self.ranks[-1]]
-        return TrainerHost(name, workers, is_shared=is_shared, start_timeout_s=10.0)
+        return TrainerHost(
+            name, workers, is_shared=is_shared, start_timeout_s=10.0, warn=self.warnings.append
+        )
 
     async def model(self, name: str, lora: str = "r4a32", owner: str = "") -> RayTrainer:
         trainer = RayTrainer(name, self.served, lora, 0, owner or name, self.pool)
@@ -197,6 +206,27 @@ def test_a_dead_process_ends_its_models_and_the_next_one_gets_another() -> None:
         third = await made.model("c")
         assert len(made.ranks) == 2
         assert await third.optim_step(StepParams()) == {"policy_version": 1.0}
+
+    scenario(run)
+
+
+def test_the_death_of_a_process_is_reported_once_also_while_it_is_idle() -> None:
+    async def run(made: Trainers) -> None:
+        first, second = await made.model("a"), await made.model("b")
+        made.ranks[0].end("killed")
+        for _ in range(10):
+            await asyncio.sleep(0)
+        (line,) = made.warnings
+        assert line.startswith("trainer-0 of host-1 died: killed; ")
+        assert line.endswith("a, b")
+        for model in (first, second):
+            with pytest.raises(PartDied):
+                await model.discard()
+        third = await made.model("c")
+        await third.close()
+        await made.pool.close()  # an end that was requested is no death
+        await asyncio.sleep(0.01)
+        assert made.warnings == [line]
 
     scenario(run)
 

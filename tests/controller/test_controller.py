@@ -718,6 +718,23 @@ def test_an_error_of_a_worker_is_raised_as_it_is() -> None:
         run_in_virtual_time(w.run())
 
 
+def test_a_policy_without_finite_probabilities_ends_the_run_and_restarts_no_replica() -> None:
+    w = world(num_replicas=2, num_steps=8)
+    working = w.replicas[1].collect
+
+    async def fail_at_version_2() -> Any:
+        collected = await working()
+        if w.replicas[1].version == 2:
+            raise FloatingPointError("no finite probability with version 2 of the weights")
+        return collected
+
+    w.replicas[1].collect = fail_at_version_2  # type: ignore[method-assign]
+    with error_about(FloatingPointError, "version 2"):
+        run_in_virtual_time(w.run())
+    assert w.observer.deaths == []
+    assert w.observer.joined == ["rollout-0", "rollout-1"]
+
+
 @pytest.mark.parametrize("method", ["accumulate", "optimizer_step", "publish"])
 def test_an_error_of_the_learner_is_raised_while_the_next_step_waits(method: str) -> None:
     w = world(num_steps=8)

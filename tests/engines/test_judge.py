@@ -23,7 +23,7 @@ from rlsys.engines.generation.torch.torch_engine import TorchEngine
 from rlsys.engines.inference.judge import JudgeEngine, QuestionEncoder, question, sampling_of, score
 from rlsys.launcher.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.rewards import RewardFailure
-from rlsys.types import FinishReason, GenerationRequest, Rollout
+from rlsys.types import FinishReason, Generation, GenerationRequest, Rollout
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '\\n' }}{% endfor %}"
@@ -280,6 +280,29 @@ def test_one_that_fails_leaves_the_others_their_scores(judges: Any) -> None:
     assert isinstance(failure, RewardFailure)
     assert failure.kind == "question"
     assert "must be in [1, 116]" in failure.message
+
+
+def test_a_reply_without_finite_probabilities_fails_its_rollout(
+    judges: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = judges()
+    rollouts = [rollout(group, 0, "x" * group) for group in range(3)]
+    scores = judge.judge(rollouts)
+    collect = judge._engine.collect
+
+    async def with_a_failure() -> list[Generation]:
+        return [
+            replace(one, sampler_logprobs=one.sampler_logprobs * np.nan).until_failure()
+            if one.request_id == "1"
+            else one
+            for one in await collect()
+        ]
+
+    monkeypatch.setattr(judge._engine, "collect", with_a_failure)
+    first, failure, third = judge.judge(rollouts)
+    assert [first, third] == [scores[0], scores[2]]
+    assert isinstance(failure, RewardFailure)
+    assert failure.kind == "nan"
 
 
 def test_pass_tokens_bound_a_judges_memory(model: Path) -> None:

@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens must be finite."""
+"""Completions with a log-probability that is not finite fail, with the tokens before it."""
 
 from __future__ import annotations
 
@@ -9,35 +9,53 @@ import pytest
 
 from rlsys.engines.generation.torch.slots import Slots
 from rlsys.engines.generation.vllm.vllm_requests import generation
-from rlsys.types import GenerationRequest, SamplingParams
+from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
+
+BAD = [np.nan, np.inf, -np.inf]
 
 
-def assert_names_tokens(error: FloatingPointError, bad: float) -> None:
-    assert "1 of 2 sampled tokens" in str(error)
-    assert f"first {bad} of token 8 by version 4" in str(error)
+def assert_failed(found: Generation, bad: float) -> None:
+    assert found.finish_reason is FinishReason.FAILED
+    assert found.token_ids.tolist() == [7]
+    assert found.sampler_logprobs.tolist() == [-1.0]
+    assert found.policy_versions.tolist() == [3]
+    with pytest.raises(FloatingPointError) as raised:
+        found.raise_failure()
+    assert "token 1 of a completion" in str(raised.value)
+    assert f"(log-probability {bad}) with version 4" in str(raised.value)
 
 
-@pytest.mark.parametrize("bad", [np.nan, -np.inf])
-def test_slots_give_none(bad: float) -> None:
-    slots = Slots(context=100, stop_token_ids=(), decode_text=lambda ids: "")
+@pytest.mark.parametrize("bad", BAD)
+def test_a_slot_fails_alone(bad: float) -> None:
+    slots = Slots(context=100, stop_token_ids=(8,), decode_text=lambda ids: "")
     sampling = SamplingParams(max_tokens=9)
-    slots.add(GenerationRequest(request_id="a", prompt_token_ids=[1], sampling=sampling, seed=0))
-    slots.record(np.array([0]), np.array([7]), np.array([-1.0], np.float32), version=3)
+    for name in "ab":
+        slots.add(
+            GenerationRequest(request_id=name, prompt_token_ids=[1], sampling=sampling, seed=0)
+        )
+    both = np.array([0, 1])
+    slots.record(both, np.array([7, 7]), np.array([-1.0, -2.0], np.float32), version=3)
+    assert not slots.ended(both)
     assert slots.progress()[0].sampler_logprobs.tolist() == [-1.0]
-    slots.record(np.array([0]), np.array([8]), np.array([bad], np.float32), version=4)
-    with pytest.raises(FloatingPointError) as found:
-        slots.progress()
-    assert_names_tokens(found.value, bad)
+    slots.record(both, np.array([8, 6]), np.array([bad, -3.0], np.float32), version=4)
+    reasons = slots.ended(both)
+    assert reasons == {0: FinishReason.FAILED}  # although its token is a stop token
+    (failed,), _ = slots.remove(reasons)
+    assert_failed(failed, bad)
+    (other,) = slots.progress()
+    other.raise_failure()
+    assert other.sampler_logprobs.tolist() == [-2.0, -3.0]
 
 
-@pytest.mark.parametrize("bad", [np.nan, -np.inf])
-def test_vllm_gives_none(bad: float) -> None:
+@pytest.mark.parametrize("bad", BAD)
+def test_a_completion_of_vllm_fails(bad: float) -> None:
     completion = SimpleNamespace(
-        token_ids=[7, 8],
-        logprobs=SimpleNamespace(logprobs=[-1.0, bad]),
-        weight_versions=[SimpleNamespace(version="4", start=0, end=2)],
+        token_ids=[7, 8, 9],
+        logprobs=SimpleNamespace(logprobs=[-1.0, bad, -1.0]),
+        weight_versions=[
+            SimpleNamespace(version="3", start=0, end=1),
+            SimpleNamespace(version="4", start=1, end=3),
+        ],
         finish_reason="stop",
     )
-    with pytest.raises(FloatingPointError) as found:
-        generation("a", completion)
-    assert_names_tokens(found.value, bad)
+    assert_failed(generation("a", completion).until_failure(), bad)

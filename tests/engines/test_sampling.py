@@ -10,7 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.engines.generation.sampling import Cut, cut_tail, sample, stream_key, uniforms
+from rlsys.engines.generation.sampling import (
+    Allowed,
+    Cut,
+    cut_tail,
+    sample,
+    stream_key,
+    uniforms,
+)
 
 
 def draw(
@@ -135,3 +142,29 @@ def test_numbers_depend_on_seed_and_index_only(seed: int, index: int) -> None:
     alone = uniforms(np.array([key]), np.array([index]))
     among = uniforms(np.array([key ^ np.uint64(1), key]), np.array([3, index]))
     assert alone[0] == among[1]
+
+
+@pytest.mark.parametrize("bad", [[math.nan] * 3, [-math.inf] * 3, [0.0, math.inf, 0.0]])
+@pytest.mark.parametrize("top_k", [0, 2])
+@pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-24])
+def test_a_row_that_is_not_finite_changes_no_other_row(
+    bad: list[float], top_k: int, u: float
+) -> None:
+    rows = [[0.3, 0.2, 0.1], bad, [0.1, 0.2, 0.3]]
+    tokens, logprobs = draw(rows, [0.4, u, 0.9], top_k=top_k)
+    assert 0 <= tokens[1] < 3
+    assert not math.isfinite(logprobs[1])
+    alone = draw([rows[0], rows[2]], [0.4, 0.9], top_k=top_k)
+    assert (tokens[::2], logprobs[::2]) == alone
+
+
+@pytest.mark.parametrize("bad", [[math.nan] * 3, [-math.inf] * 3, [math.inf, 0.0, math.inf]])
+def test_a_masked_row_that_is_not_finite_gets_an_allowed_token(bad: list[float]) -> None:
+    tokens, logprobs = sample(
+        torch.tensor([bad]),
+        torch.tensor([0.5]),
+        temperature=torch.ones(1),
+        allowed=Allowed(torch.tensor([0]), torch.tensor([[False, True, False]])),
+    )
+    assert tokens.tolist() == [1]
+    assert not logprobs.isfinite().any()

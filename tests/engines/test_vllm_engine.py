@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import importlib.util
 import itertools
@@ -28,6 +29,7 @@ from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.reallocation.transport.staging import DamagedWeightsError
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams, WeightManifest
 from tests.engines import published
+from tests.engines.structures import CHOICE, structure
 from tests.engines.vllm_harness import (
     TIMEOUT_S,
     collect_all,
@@ -503,6 +505,34 @@ def test_a_directory_without_a_model_is_refused_before_anything_starts(
 ) -> None:
     with invalid("model.path", str(tmp_path)):
         run(make_engine(tmp_path).start())
+
+
+@pytest.mark.slow
+def test_requests_without_finite_probabilities_fail_and_the_engine_lives(
+    fresh: VLLMEngine, models: list[Any], run: Run
+) -> None:
+    diverged = copy.deepcopy(models[0])
+    diverged.model.layers[0].input_layernorm.weight.data.fill_(torch.nan)
+
+    async def failed() -> list[Generation]:
+        await update(fresh, publish(diverged, 7))
+        fresh.submit(make_requests(PROMPTS, "plain", max_tokens=8))
+        fresh.submit(make_requests(PROMPTS[:1], "cut", max_tokens=8, top_k=3, top_p=0.5))
+        fresh.submit(make_requests(PROMPTS[:1], "greedy", max_tokens=8, temperature=0.0))
+        constrained = {"structure": structure(CHOICE), "max_tokens": 40}
+        fresh.submit(make_requests(PROMPTS[:1], "constrained", **constrained))
+        fresh.submit(make_requests(PROMPTS[:1], "long", max_tokens=900))
+        found: list[Generation] = []
+        while len(found) < len(PROMPTS) + 4:
+            assert await fresh.progress() == []  # ends the long request
+            found += await fresh.collect()
+        return found
+
+    for one in run(failed()):
+        assert (one.finish_reason, len(one.token_ids)) == (FinishReason.FAILED, 0), one
+        with pytest.raises(FloatingPointError) as raised:
+            one.raise_failure()
+        assert "version 7" in str(raised.value)
 
 
 @pytest.mark.slow

@@ -249,3 +249,19 @@ def test_over_any_deaths_each_turn_is_sampled_once(
         running.cancel()
 
     run_in_virtual_time(run())
+
+
+def test_a_reply_without_finite_probabilities_fails_all() -> None:
+    async def main() -> None:
+        engine = Engine()
+        broker = GenerationBroker(engine)
+        running = asyncio.create_task(broker.run())
+        broker.ask("worker", [ask("episode", 0)])
+        bad = replace(reply("x", 1), sampler_logprobs=np.full(1, np.nan, np.float32))
+        engine._ended.put_nowait(bad.until_failure())
+        with error_about(FloatingPointError, "version 0"):
+            await broker.answers("worker", 100.0)
+        with error_about(FloatingPointError, "version 0"):
+            await running
+
+    run_in_virtual_time(main())

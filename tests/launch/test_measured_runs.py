@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 
 from rlsys.commands.plan_command import main
-from rlsys.common.safe_json import dump_json
+from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.config import RunConfig, SamplingConfig
 from rlsys.config.fields import to_dict
+from rlsys.controller import StallError
 from rlsys.launcher.measured_runs import measured_run
 from rlsys.planner.cpu_probe import save_probe
 from rlsys.planner.profiles import fitted_constants
 from rlsys.planner.run_record import RecordedRole, RunRecord, record_text
-from rlsys.planner.stack_profile import default_file, read_profile
+from rlsys.planner.stack_profile import StackProfile, default_file, read_profile
 from rlsys.runs.observe.records import RolloutRecord
 from tests.errors import invalid
 from tests.planner.cpu_examples import TINY_CONFIG, cpu_probe
@@ -25,6 +26,7 @@ from tests.planner.test_run_measurement import lines
 
 VERSIONS = {"torch": "2.13.0", "vllm": None, "transformers": "5.19.0", "rlsys": "0.1.0"}
 PROBE = cpu_probe()
+IMPOSSIBLE = StackProfile(versions=VERSIONS, devices=("CPU",), fixed_s=1e5)
 
 
 @pytest.fixture(autouse=True)
@@ -147,12 +149,96 @@ def test_a_run_that_has_not_trained(tmp_path: Path) -> None:
         measured_run(short, PROBE)
 
 
-def test_damaged_numbers_name_run_step_and_number(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "x", None, True, [1], 10**400])
+def test_a_value_that_is_no_number_is_named_with_its_file_and_line(
+    value: Any, tmp_path: Path
+) -> None:
     rows = lines(20)
-    rows[6]["time/step_s"] = float("nan")
+    rows[6]["time/step_s"] = value
     path = recorded(tmp_path / "a", metrics=rows)
-    with invalid(f"{path}, step 7, time/step_s"):
+    with invalid(f"{path / 'metrics.jsonl'}, line 7"):
         main(["--calibrate", str(path)])
+
+
+@pytest.mark.parametrize(("value", "field"), [(-1.0, "step_s"), (1e300, "step_s")])
+def test_impossible_times_name_run_step_and_number(
+    value: float, field: str, tmp_path: Path
+) -> None:
+    rows = lines(20)
+    rows[6]["time/step_s"] = value
+    path = recorded(tmp_path / "a", metrics=rows)
+    with invalid(f"{path}, step 7, time/{field}"):
+        main(["--calibrate", str(path)])
+
+
+@pytest.mark.parametrize(
+    ("edit", "line", "step"),
+    [
+        (lambda rows: rows + rows, 21, 1),  # the file appended to itself
+        (lambda rows: rows[8:], 1, 9),
+        (lambda rows: [*rows[:5], *rows[6:]], 6, 7),
+        (lambda rows: [*rows[:5], rows[4], *rows[5:]], 6, 5),
+        (lambda rows: rows[::-1], 1, 20),
+    ],
+)
+def test_steps_that_are_not_there_once_in_order(
+    edit: Callable[[list[dict[str, float]]], list[dict[str, float]]],
+    line: int,
+    step: int,
+    tmp_path: Path,
+) -> None:
+    path = recorded(tmp_path / "a", metrics=edit(lines(20)))
+    with invalid(f"{path / 'metrics.jsonl'}, line {line}", step):
+        main(["--calibrate", str(path)])
+
+
+def test_a_last_line_that_a_crash_cut_does_not_count(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "a")
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 21, "time/st')
+    assert measured_run(path, PROBE).medians.num_steps == 18
+
+
+@pytest.mark.parametrize("found", [IMPOSSIBLE, StallError(), OverflowError()])
+def test_times_that_no_stack_has_give_no_profile(
+    found: StackProfile | Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def calibrated(*_: object, **__: object) -> object:
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr("rlsys.launcher.measured_runs.calibrated", calibrated)
+    path, file = recorded(tmp_path / "a"), tmp_path / "profile.json"
+    with invalid("--calibrate", [str(path)]):
+        main(["--calibrate", str(path), "--profile", str(file)])
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("line", ["{}", '{"step": 1}', '{"step": 1, "token_ids": "x"}', "[]"])
+def test_a_damaged_rollout_is_named_with_its_file_and_line(line: str, tmp_path: Path) -> None:
+    path = recorded(tmp_path / "a", num_rollouts=40)
+    with (path / "rollouts.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    with invalid(f"{path / 'rollouts.jsonl'}, line 41"):
+        measured_run(path, PROBE)
+
+
+def test_files_that_contradict_each_other(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "a")
+    record = parse_json((path / "plan.json").read_text())
+    (path / "plan.json").write_text(dump_json({**record, "cluster": "1x8xH100"}))
+    with invalid(str(path / "plan.json"), "1x8xH100"):
+        measured_run(path, PROBE)
+
+
+@pytest.mark.parametrize("versions", ["x", [], None, {"torch": 2}])
+def test_versions_that_are_no_texts(versions: object, tmp_path: Path) -> None:
+    path = recorded(tmp_path / "a")
+    stored = parse_json((path / "config.json").read_text())
+    (path / "config.json").write_text(dump_json({**stored, "versions": versions}))
+    with invalid("--calibrate", str(path)):
+        measured_run(path, PROBE)
 
 
 def test_a_run_on_unknown_gpus(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from rlsys.planner.memory import FSDP_FP32, memory_of
 from rlsys.planner.plans import GenerationPlan, TrainingPlan, Workload
 from rlsys.planner.profiles import fitted_constants
 from rlsys.planner.run_plan import Role, RunPlan, RunShape, step_time, training_seconds
+from rlsys.planner.stored_values import restored
 from tests.errors import invalid
 from tests.planner.cpu_examples import RATE, ROWS, WIDTHS, cpu_probe, tiny_model
 
@@ -80,13 +81,15 @@ def test_clusters_of_cores() -> None:
     [
         ({"bandwidth": math.nan}, "probe.bandwidth"),
         ({"layer_forward_s": 0.0}, "probe.layer_forward_s"),
+        ({"decode_tokens_s": "x"}, "probe.decode_tokens_s"),
+        ({"cores": 10**6}, "probe.cores"),
         ({"products": cpu_probe().products[1:]}, "probe.products of float32"),
         ({"products": (ProductTime("bfloat16", 1, 64, 1e-6),)}, "probe.products"),
     ],
 )
 def test_a_damaged_probe_is_refused(change: dict[str, object], field: str) -> None:
     with invalid(field):
-        CpuProbe.restored({**asdict(cpu_probe()), **_plain(change)})
+        restored(CpuProbe, {**asdict(cpu_probe()), **_plain(change)}, "probe")
 
 
 def _plain(change: dict[str, object]) -> dict[str, object]:
@@ -97,7 +100,7 @@ def _plain(change: dict[str, object]) -> dict[str, object]:
 
 
 def test_a_probe_survives_a_dictionary() -> None:
-    assert CpuProbe.restored(asdict(cpu_probe())) == cpu_probe()
+    assert restored(CpuProbe, asdict(cpu_probe()), "probe") == cpu_probe()
 
 
 def test_training_is_bound_by_products_and_the_host() -> None:

@@ -9,7 +9,14 @@ import torch
 
 from rlsys.planner import cpu_probe
 from rlsys.planner.cpu_device import cpu_cluster, cpu_core
-from rlsys.planner.cpu_probe import cache_file, num_cores, probe, save_probe, saved_probe
+from rlsys.planner.cpu_probe import (
+    cache_file,
+    known_probe,
+    num_cores,
+    probe,
+    save_probe,
+    saved_probe,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -43,3 +50,16 @@ def test_a_saved_probe_is_read_again() -> None:
     measured = probe()
     assert save_probe(measured) == cache_file()
     assert saved_probe() == measured
+
+
+def test_a_cache_that_cannot_be_written_only_costs_the_next_probe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/cache")
+    assert known_probe().cores == num_cores()
+
+
+def test_a_known_probe_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = known_probe()
+    monkeypatch.setattr(cpu_probe, "probe", None)
+    assert known_probe() == first

@@ -212,7 +212,7 @@ def test_an_unknown_model_is_refused() -> None:
 def test_a_configuration_without_sizes_is_refused() -> None:
     with invalid("model.hidden_size"):
         architecture_from_config({"model_type": "llama"})
-    with invalid("model.hidden", 0):
+    with invalid("model.hidden_size", 0):
         architecture_from_config({**DENSE, "hidden_size": 0, "head_dim": 4})
     with invalid("model.top_k", 9):
         architecture_from_config({**MOE, "num_experts_per_tok": 9})

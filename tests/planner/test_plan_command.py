@@ -132,3 +132,61 @@ def test_the_settings_of_a_plan_state_this_plan() -> None:
     estimate, assumptions = predict(stated, flow, request)
     assert estimate == best.ranked.estimate
     assert len(assumptions) == 1  # of prompts
+
+
+@pytest.mark.parametrize("output", ["/proc/plan.toml", f"{'a' * 250}.toml", "nul\0.toml"])
+def test_an_output_that_cannot_be_written_is_refused_first(output: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("raise AssertionError")
+    path = str(tmp_path / output)
+    with invalid("--output", path):
+        main([str(recipe), "--cluster", "1x8xH100", "--output", path])
+    profile = path.replace(".toml", ".json")
+    with invalid("--profile", profile):
+        main(["--calibrate", str(tmp_path), "--profile", profile])
+
+
+def test_a_picture_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
+    (tmp_path / "plan.svg").mkdir()
+    output = str(tmp_path / "plan.toml")
+    with invalid("--output", output):
+        main([str(ROOT / "recipes" / "grpo.py"), "--cluster", "1x8xH100", "--output", output])
+    assert list(tmp_path.iterdir()) == [tmp_path / "plan.svg"]
+
+
+@pytest.mark.parametrize("arguments", [["--probe"], ["--calibrate", "runs/none"]])
+def test_a_cache_that_cannot_be_written_is_refused_first(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/cache")
+    with invalid("XDG_CACHE_HOME", "/proc/cache"):
+        main(arguments)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "placement = 1",
+        "placement = 'nowhere'",
+        "surplus = 1",
+        "[trainer]\nlayout = 3",
+        "[trainer]\nlayout = 'x9'",
+        "[trainer]\nmicro_batch_tokens = nan",
+        "[rollout]\nnum_replicas = 'many'",
+        "[rollout]\nnum_replicas = 0",
+        "[rollout]\nmax_running = [1]",
+        "trainer = 1",
+        "[[trainer]]",
+        "[asynchrony]\nmax_staleness = -1",
+    ],
+)
+def test_an_edited_plan_is_refused(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as caught:
+        parse(GSM8KConfig, ["--model.path", "Qwen/Qwen3-8B", "--config", str(file)])
+    assert caught.value.code == 2
+    shown = capsys.readouterr().err
+    assert shown.count("error:") == len(shown.splitlines()) > 0

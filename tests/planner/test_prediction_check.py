@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+import tempfile
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
 
 from rlsys.common.safe_json import dump_json, parse_json
+from rlsys.errors import InvalidValue
 from rlsys.planner.prediction_check import compared
 from rlsys.planner.run_measurement import StepMedians
 from rlsys.planner.run_record import (
@@ -19,6 +23,7 @@ from rlsys.planner.run_record import (
 )
 from tests.errors import invalid
 from tests.planner.cpu_examples import TINY_CONFIG, tiny_model
+from tests.planner.json_damage import damaged
 
 PREDICTED = PredictedStep(
     step_s=10.0,
@@ -121,6 +126,11 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
         {"roles": [{"name": "policy"}]},
         {"roles": [{"name": "policy", "model": "nobody/knows"}]},
         {"prompt_tokens": float("nan")},
+        {"turns": "x"},
+        {"turns": 0},
+        {"cluster": 5},
+        {"roles": [{"name": "policy", "model": "tiny", "config": [1]}]},
+        {"roles": [{**asdict(RECORD.roles[0]), "is_trained": "no"}]},
         {"prediction": {"step_s": 1.0}},
         {"surplus": 1},
     ],
@@ -130,3 +140,19 @@ def test_a_damaged_record_is_refused(change: dict[str, object], tmp_path: Path) 
     file.write_text(dump_json({**parse_json(record_text(RECORD)), **change}))
     with invalid(str(file)):
         read_record(file)
+
+
+@given(damage=damaged(parse_json(record_text(RECORD))))
+def test_any_damage_gives_a_record_or_is_refused(damage: dict[str, object]) -> None:
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(dump_json(damage))
+        file.flush()
+        try:
+            record = read_record(Path(file.name))
+        except InvalidValue as error:
+            field = error.field
+        else:
+            assert record.roles[0].role.model.parameters > 0
+            assert 0 <= record.prompt_tokens < math.inf
+            return
+    assert field == file.name

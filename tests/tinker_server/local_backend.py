@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import ray
 
+from actors.cluster.calls import WorkerDied
 from actors.tinker_server.primitive_trainer_actor import (
     EngineFactory,
     PrimitiveTrainerActor,
@@ -35,6 +36,7 @@ class LocalWorker:
         self.cause = ""
         self._actor = actor
         self._thread = ThreadPoolExecutor(1)
+        self._died = asyncio.Event()
 
     @property
     def is_dead(self) -> bool:
@@ -54,8 +56,13 @@ class LocalWorker:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, functools.partial(function, *args))
 
+    async def watch(self) -> None:
+        await self._died.wait()
+        raise WorkerDied(f"{self.name} died: {self.cause}")
+
     def end(self, cause: str) -> None:
         self.cause = self.cause or cause
+        self._died.set()
 
     def kill(self) -> None:
         self.end("killed")
@@ -78,13 +85,17 @@ class LocalBackend(RayBackend):
         model_limits = ModelLimits(vocab_size=vocabulary, max_context=shape.max_context)
         super().__init__(served, model_limits, list(shape.linear_layers))
         self.hosts: list[TrainerHost] = []
+        self.warnings: list[str] = []
         self._pool = TrainerPool(served, self._start_host)
 
     def _start_host(self, served: ServedModel, name: str, is_shared: bool) -> TrainerHost:
         factory = EngineFactory(served=served, is_shared=is_shared)
         actor = _class_of(PrimitiveTrainerActor)(0, factory)
         worker: Any = LocalWorker(f"trainer-0 of {name}", actor)
-        self.hosts.append(TrainerHost(name, [worker], is_shared=is_shared, start_timeout_s=600.0))
+        host = TrainerHost(
+            name, [worker], is_shared=is_shared, start_timeout_s=600.0, warn=self.warnings.append
+        )
+        self.hosts.append(host)
         return self.hosts[-1]
 
     def _start_sampler(self, name: str) -> Any:

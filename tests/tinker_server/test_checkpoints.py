@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.common.atomic_files import DiskError
-from rlsys.common.manifest import faults_of
+from rlsys.common.manifest import faults_of, write_manifest
 from rlsys.tinker_server import server_checkpoints
 from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.server_checkpoints import SavedModel, ServerCheckpoints, check_undamaged
@@ -99,8 +99,20 @@ def test_a_path_only_reaches_checkpoints(tmp_path: Path, path: str) -> None:
 @pytest.mark.parametrize("text", ['{"a": ', '{"base_model": "m"}', "[]"])
 def test_a_damaged_saved_json_is_refused_by_name(tmp_path: Path, text: str) -> None:
     (tmp_path / "saved.json").write_text(text)
+    write_manifest(tmp_path)
     with refused(str(tmp_path / "saved.json")):
         ServerCheckpoints(tmp_path).description(tmp_path)
+
+
+def test_a_saved_json_that_was_edited_is_refused_by_name(tmp_path: Path) -> None:
+    checkpoints = ServerCheckpoints(tmp_path)
+    path = checkpoints.path("m", "weights", "a")
+    save(checkpoints, path, "1234")
+    _, directory = checkpoints.parse(path, "weights")
+    file = directory / "saved.json"
+    file.write_text(file.read_text().replace("r8a32", "r9a32"))
+    with refused(str(file)):
+        checkpoints.description(directory)
 
 
 def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:

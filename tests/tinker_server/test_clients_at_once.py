@@ -158,3 +158,33 @@ def test_a_state_that_cannot_be_loaded_ends_its_model_alone(
     for one in (first, second):
         one.close()
     service.close("success").result(LIMIT_S)
+
+
+def test_weights_that_have_diverged_fail_their_own_samples_alone(server: Served) -> None:
+    first, second = client(server, 0), client(server, 1)
+    good = second.client.save_weights_and_get_sampling_client().result()
+    prompt, params = types.ModelInput.from_ints([3, 4, 5]), types.SamplingParams(max_tokens=64)
+    seeded = types.SamplingParams(max_tokens=64, seed=7)
+    alone = good.sample(prompt, 2, seeded).result(LIMIT_S).sequences
+    backend: LocalBackend = server.backend  # type: ignore[assignment]
+    engines = backend.hosts[0]._ranks.ranks[0]._actor._engines  # type: ignore[attr-defined]
+    for parameter in engines[first.client.model_id].engine._parameters.values():
+        parameter.data.fill_(1e15)
+    diverged = first.client.save_weights_and_get_sampling_client().result()
+    asked = [good.sample(prompt, 4, params) for _ in range(8)]
+    failing = [diverged.sample(prompt, 2, params) for _ in range(3)]
+    together = good.sample(prompt, 2, seeded).result(LIMIT_S).sequences
+    for one in failing:
+        with pytest.raises(tinker.RequestFailedError) as raised:
+            one.result(LIMIT_S)
+        assert f"tinker://{first.client.model_id}/" in str(raised.value)
+    with pytest.raises(tinker.RequestFailedError):
+        diverged.compute_logprobs(prompt).result(LIMIT_S)
+    for one in asked:
+        assert len(one.result(LIMIT_S).sequences) == 4
+    assert [one.tokens for one in together] == [one.tokens for one in alone]
+    assert [one.logprobs for one in together] == [one.logprobs for one in alone]
+    assert good.compute_logprobs(prompt).result(LIMIT_S)
+    assert backend._samplers[0]._num_starts == 1
+    first.close()
+    second.close()

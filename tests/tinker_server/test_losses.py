@@ -145,6 +145,7 @@ def test_stable_reinforce_by_one_token(advantage: float, moved: float, expected:
         ("ppo", {"clip_low_threshold": 1.1}, "loss_fn_config"),
         ("cispo", {"clip_low_threshold": 5.0}, "loss_fn_config"),
         ("stable_reinforce", {"kl_coeff": -1.0}, "loss_fn_config"),
+        ("dro", {"beta": -0.1}, "loss_fn_config"),
     ],
 )
 def test_losses_and_settings_that_do_not_exist_are_refused(

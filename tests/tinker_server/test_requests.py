@@ -138,6 +138,9 @@ def test_only_adamw_is_offered() -> None:
     for name in ("learning_rate", "beta1", "eps", "weight_decay", "grad_clip_norm"):
         with refused(f"adam_params.{name}", None):  # as clients write NaN
             request_checks.adam({"adam_params": {name: None}})
+    assert request_checks.adam({"adam_params": {"learning_rate": 1}}).learning_rate == 1
+    with refused("adam_params.learning_rate", 1e30):  # as in runs
+        request_checks.adam({"adam_params": {"learning_rate": 1e30}})
     with refused("adam_params.learning_rate", -1):
         request_checks.adam({"adam_params": {"learning_rate": -1}})
     with refused("adam_params.beta1", 1):

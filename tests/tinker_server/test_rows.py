@@ -90,6 +90,41 @@ def test_tokens_outside_the_vocabulary_are_refused() -> None:
             rows_of([one], "cross_entropy", KINDS["cross_entropy"], LIMITS)
 
 
+@pytest.mark.parametrize("loss", ["cross_entropy", "ppo"])
+def test_inputs_that_the_loss_does_not_have_are_refused(loss: str) -> None:
+    inputs = {"logprobs": [0], "advantages": [1]} if loss == "ppo" else {}
+    with refused("data[1].weigths"):
+        rows_of(
+            [datum([1], [1], **inputs), datum([1], [1], **inputs, weigths=[0])],
+            loss,
+            KINDS[loss],
+            LIMITS,
+        )
+
+
+@pytest.mark.parametrize("bad", [0.5, 2, -1])
+def test_a_mask_has_zeros_and_ones(bad: float) -> None:
+    inputs = {"logprobs": [0, 0], "advantages": [1, 1]}
+    whole = datum([1, 2], [2, 3], **inputs, sequence_ratio_mask=[0, 1])
+    wrong = datum([1, 2], [2, 3], **inputs, sequence_ratio_mask=[1, bad])
+    assert len(rows_of([whole], "gspo", KINDS["gspo"], LIMITS).rows) == 1
+    with refused("data[1].sequence_ratio_mask", bad):
+        rows_of([whole, wrong], "gspo", KINDS["gspo"], LIMITS)
+
+
+def test_targets_are_whole_numbers() -> None:
+    def found(targets: list[float]) -> list[int]:
+        inputs = {"target_tokens": np.array(targets, np.float32)}
+        one = WireDatum(token_ids=np.array([1, 2], np.int32), tensors=inputs)
+        (row,) = rows_of([one], "cross_entropy", KINDS["cross_entropy"], LIMITS).rows
+        return [int(token) for token in row.token_ids]
+
+    assert found([2.0, 3.0]) == [2, 3]
+    for bad in (2.5, np.inf, -np.inf):
+        with refused("data[0].target_tokens", bad):
+            found([2.0, bad])
+
+
 def test_data_without_targets_is_refused() -> None:
     bare = WireDatum(token_ids=np.array([1], np.int32), tensors={})
     with refused("data[0]"):

@@ -315,6 +315,20 @@ def test_a_sample_can_be_cancelled_and_a_dead_sampler_is_reported(tmp_path: Path
     run(tmp_path, scenario)
 
 
+def test_a_sample_without_finite_probabilities_fails_alone(tmp_path: Path) -> None:
+    async def scenario(server: Server) -> None:
+        await server.create()
+        body = {"session_id": server.session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+        sampling = server.service.sampling.create_session(body)["sampling_session_id"]
+        server.backend.fails = [FloatingPointError("the probabilities are not finite.")]
+        failure = await server.failure(server.sample(sampling)["request_id"])
+        assert failure.category == "user"  # the client would repeat it after "server"
+        assert failure.message == "the probabilities are not finite."
+        assert isinstance(await server.outcome(server.sample(sampling, 1)["request_id"]), Answer)
+
+    run(tmp_path, scenario)
+
+
 def test_without_heartbeats_a_session_ends_with_all_that_it_had(tmp_path: Path) -> None:
     async def scenario(server: Server) -> None:
         await server.create()

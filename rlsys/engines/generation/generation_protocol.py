@@ -73,6 +73,9 @@ class GenerationEngine(Protocol):
     async def collect(self) -> list[Generation]:
         """Wait until at least one request has ended and return all that have, in order of ending.
 
+        A request ends as FAILED, alone, when the model gives no finite probability of a token.
+        The caller calls `Generation.raise_failure`, or handles it otherwise.
+
         Raises EngineError as soon as the engine has died, also while it waits.
         """
 

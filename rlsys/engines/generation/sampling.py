@@ -103,7 +103,9 @@ def draw(
 ) -> torch.Tensor:
     """Return tokens [N] int64 from distributions [N, V], masked and truncated.
 
-    `uniforms` [N] are numbers in [0, 1), one for each draw.
+    `uniforms` [N] are numbers in [0, 1), one for each draw. A row that is not finite gets any
+    token that it may sample; the token's log-probability is not finite either, by which engines
+    recognize it (Generation.until_failure). Other rows do not depend on such a row.
     """
     if allowed is not None:
         return _draw_allowed(logprobs, uniforms, cut, allowed)
@@ -116,7 +118,7 @@ def draw(
     below_total = torch.nextafter(total, torch.zeros_like(total))
     target = torch.minimum(uniforms * total, below_total)[:, None]
     tokens = torch.searchsorted(cumulative, target, right=True)  # first token above target
-    return tokens.squeeze(1)
+    return tokens.squeeze(1).clamp(max=logprobs.shape[1] - 1)  # beyond the last for NaN
 
 
 def _draw_allowed(
@@ -128,9 +130,10 @@ def _draw_allowed(
     restricted[allowed.rows] = within
     tokens = draw(restricted, uniforms, cut)
     drawn = tokens[allowed.rows]
-    # A parallel sum may round so that a token of weight 0 is drawn.
+    # A parallel sum may round so that a token of weight 0 is drawn, and a row may be NaN.
     is_allowed = allowed.tokens.gather(1, drawn[:, None]).squeeze(1)
-    tokens[allowed.rows] = torch.where(is_allowed, drawn, within.argmax(-1))
+    likeliest = within.masked_fill(~allowed.tokens, -torch.inf).argmax(-1)
+    tokens[allowed.rows] = torch.where(is_allowed, drawn, likeliest)
     return tokens
 
 

@@ -27,7 +27,7 @@ from rlsys.rewards.outcome import FailureKind, RewardFailure, failure_from, is_u
 from rlsys.text.chat_template import ending_of, template_text
 from rlsys.text.guarded import TextEncoder
 from rlsys.text.tokenizer_boundary import TokenizerBoundary, check_encodable
-from rlsys.types import GenerationRequest, Rollout, SamplingParams
+from rlsys.types import Generation, GenerationRequest, Rollout, SamplingParams
 
 Verdict = float | RewardFailure
 
@@ -84,7 +84,7 @@ class JudgeEngine:
             )
         replies = self._loop.run_until_complete(self._replies(requests))
         for place, reply in replies.items():
-            verdicts[place] = score(self._stage, reply)
+            verdicts[place] = self._verdict(reply)
         return [verdicts[place] for place in range(len(rollouts))]
 
     def close(self) -> None:
@@ -92,16 +92,19 @@ class JudgeEngine:
         self._loop.run_until_complete(self._engine.close())
         self._loop.close()
 
-    async def _replies(self, requests: Sequence[GenerationRequest]) -> dict[int, str]:
+    def _verdict(self, reply: Generation) -> Verdict:
+        if reply.failure:
+            label = f"judge {self._stage.model.name!r}"
+            return _failure(self._stage, "nan", f"{label}: {reply.failure}")
+        text = self._encode.boundary.completion_text(reply.token_ids.tolist(), reply.finish_reason)
+        return score(self._stage, text)
+
+    async def _replies(self, requests: Sequence[GenerationRequest]) -> dict[int, Generation]:
         """Return replies by request id."""
-        replies: dict[int, str] = {}
+        replies: dict[int, Generation] = {}
         self._engine.submit(requests)
         while len(replies) < len(requests):
-            ended = await self._engine.collect()
-            for one in ended:
-                replies[int(one.request_id)] = self._encode.boundary.completion_text(
-                    one.token_ids.tolist(), one.finish_reason
-                )
+            replies |= {int(one.request_id): one for one in await self._engine.collect()}
         return replies
 
 

@@ -76,7 +76,12 @@ class GenerationBroker:
         self.num_replayed = 0  # turns that were answered from memory
 
     async def run(self) -> None:
-        """Distribute the replies of the engine. Raises EngineError."""
+        """Distribute the replies of the engine.
+
+        Raises:
+            EngineError: The engine died.
+            FloatingPointError: The model gives no finite probabilities.
+        """
         try:
             while True:
                 for generation in await self._engine.collect():
@@ -153,6 +158,7 @@ class GenerationBroker:
             await self._engine.abort(names)
 
     def _ended(self, generation: Generation) -> None:
+        generation.raise_failure()
         asked = self._running.pop(generation.request_id)
         if generation.finish_reason is FinishReason.ABORTED:
             return

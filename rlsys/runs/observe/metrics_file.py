@@ -7,15 +7,17 @@ also after crashes and resumes, with exact numbers.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from rlsys.common.append_only_file import Tally
+from rlsys.common.safe_json import dump_json
 from rlsys.errors import InvalidValue
 from rlsys.metrics import STEP
-from rlsys.runs.observe.step_log import StepLog, read_lines
+from rlsys.runs.observe.step_log import StepLog, damage_of_line, read_lines
 
 
 class MetricsWriter:
@@ -75,6 +77,35 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         InvalidValue: A line is damaged.
     """
     return list(read_lines(path))
+
+
+def read_every_step(path: Path) -> list[dict[str, float]]:
+    """Return the lines of a metrics.jsonl, after a check that each step is there once, in order.
+
+    Raises:
+        InvalidValue: A line is damaged, or is not that of the next step.
+    """
+    lines: list[dict[str, float]] = []
+    for number, line in enumerate(read_lines(path), start=1):
+        if fault := metrics_fault(line):
+            raise damage_of_line(path, number, f"it {fault}")
+        if line[STEP] != number:
+            raise InvalidValue(
+                f"{path}, line {number}",
+                line[STEP],
+                rule=f"must be the line of step {number}, so lines were added, removed or moved",
+                fix="Restore the file from a copy. rlsys audit checks the whole directory.",
+            )
+        lines.append(line)
+    return lines
+
+
+def metrics_fault(line: Mapping[str, Any]) -> str | None:
+    """Return why a line has no metrics: the first value that is not a finite number."""
+    for name, value in line.items():
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+            return f"has {dump_json(value)[:40]} for {name}, which is not a finite number"
+    return None
 
 
 def _number(name: str, value: Any, line: Mapping[str, Any]) -> float:

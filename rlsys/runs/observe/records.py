@@ -13,8 +13,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rlsys import metrics
 from rlsys.common.append_only_file import Tally
-from rlsys.runs.observe.step_log import StepLog, read_lines
+from rlsys.common.safe_json import dump_json
+from rlsys.runs.observe.step_log import StepLog, damage_of_line, read_lines
 
 MAX_BYTES = 64  # that are written of an image or a sound
 
@@ -124,4 +126,35 @@ def read_rollouts(path: Path) -> Iterator[RolloutRecord]:
     Raises:
         InvalidValue: A line is damaged.
     """
-    return (RolloutRecord(**line) for line in read_lines(path))
+    for number, line in enumerate(read_lines(path), start=1):
+        if fault := record_fault(line):
+            raise damage_of_line(path, number, f"it {fault}")
+        try:
+            yield RolloutRecord(**line)
+        except TypeError:
+            raise damage_of_line(path, number, "it has other fields than a rollout") from None
+
+
+# Fields that every reader needs.
+KINDS = {
+    metrics.STEP: int,
+    "group_id": int,
+    "index": int,
+    "prompt": str,
+    "token_ids": list,
+    "policy_versions": list,
+    "staleness": int,
+}
+
+
+def record_fault(line: Mapping[str, Any]) -> str | None:
+    """Return why a line is not a rollout: the first field of another type."""
+    for name, kind in KINDS.items():
+        value = line.get(name)
+        is_valid = type(value) is kind
+        if is_valid and kind is list:
+            is_valid = all(type(item) is int for item in line[name])
+        if not is_valid:
+            what = "a list of integers" if kind is list else f"of type {kind.__name__}"
+            return f"has {name}={dump_json(value)[:40]}, which is not {what}"
+    return None

@@ -91,13 +91,14 @@ def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
         value = parse_json(line)
     except ValueError as error:
-        raise _damage(path, number, f"it is not JSON ({error})") from error
+        raise damage_of_line(path, number, f"it is not JSON ({error})") from error
     if not isinstance(value, dict) or not isinstance(value.get("step"), int):
-        raise _damage(path, number, "it is not an object with an integer step")
+        raise damage_of_line(path, number, "it is not an object with an integer step")
     return value
 
 
-def _damage(path: Path, number: int, fault: str) -> InvalidValue:
+def damage_of_line(path: Path, number: int, fault: str) -> InvalidValue:
+    """Return the error about a damaged line."""
     return InvalidValue(
         f"{path}, line {number}",
         rule=f"{fault}, so the file was edited or damaged",

@@ -473,8 +473,11 @@ class ContinuousBatch:
     def _remove(self, reasons: dict[int, FinishReason]) -> list[Generation]:
         if not reasons:
             return []
-        for slot in reasons:
-            self._park(slot)
+        for slot, reason in reasons.items():
+            if reason is FinishReason.FAILED:
+                self._cache.clear(slot)
+            else:
+                self._park(slot)
         generations, moves = self._slots.remove(reasons)
         lengths = self._slots.running("length")
         for target, source in moves:

@@ -152,6 +152,12 @@ class SlotCache:
             all_keys[slot, :, start:end] = keys[:, : end - start]
             all_values[slot, :, start:end] = values[:, : end - start]
 
+    def clear(self, slot: int) -> None:
+        """Set a slot to zeros, because what follows in it must be finite (see _allocate)."""
+        for keys, values in self._layers.values():
+            keys[slot] = 0
+            values[slot] = 0
+
     def move(self, target: int, source: int, num_tokens: int) -> None:
         """Copy a sequence of `num_tokens` into another slot."""
         for keys, values in self._layers.values():

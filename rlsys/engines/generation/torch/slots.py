@@ -199,17 +199,22 @@ class Slots:
         self._experts[slots, positions] = experts
 
     def ended(self, slots: IntArray) -> dict[int, FinishReason]:
-        """Return those of the slots [N] that their last token has ended."""
+        """Return those of the slots [N] that their last token has ended.
+
+        A request fails with the first token that has no finite log-probability.
+        """
         state = self._state[slots]
         newest = self._tokens[slots, state["length"] - 1]
         stopped = (newest[:, None] == self._stop_ids[slots]).any(1)
         for row in np.flatnonzero(state["has_stop_strings"] & ~stopped):
             stopped[row] = self._has_stop_string(int(slots[row]))
         full = state["length"] >= state["limit"]
-        return {
+        failed = ~np.isfinite(self._logprobs[slots, state["length"] - 1])
+        reasons = {
             int(slots[row]): FinishReason.STOP if stopped[row] else FinishReason.LENGTH
             for row in np.flatnonzero(stopped | full)
         }
+        return reasons | {int(slots[row]): FinishReason.FAILED for row in np.flatnonzero(failed)}
 
     def request(self, slot: int) -> GenerationRequest:
         """Return the request of a slot."""
@@ -273,9 +278,10 @@ class Slots:
             if self._experts is None
             else self._experts[slot, : completion.stop - 1].copy(),
         )
-        sampled.check_sampled()
+        sampled = sampled.until_failure()
         if self._matchers[slot] is not None:
-            return with_forced(sampled, self._forced[slot, completion])
+            forced = self._forced[slot, completion][: len(sampled.token_ids)]
+            return with_forced(sampled, forced)
         return sampled
 
     def _has_stop_string(self, slot: int) -> bool:

@@ -21,6 +21,11 @@ affect the last bits, since kernels depend on the number of rows, and so does th
 which decides how much of a prompt is computed. So two runs are bit-identical only if requests are
 batched alike. About one token in some thousands depends on such a bit.
 
+A request without finite probabilities fails, and the engine goes on. But its keys and values stay
+in blocks of the cache and in buffers of vLLM's kernels. Kernels for CPUs multiply what is there by
+0, which is NaN again, so that later requests of other weights may fail too. A server of the Tinker
+API therefore starts another engine for them.
+
 vllm is imported inside functions of the vllm_* modules, and by those that only vLLM's own processes
 import, such as vllm_worker and vllm_weights.
 """
@@ -132,7 +137,8 @@ class VLLMEngine:
         """Load the model; about 15 s for a small one.
 
         Raises ValueError for a model that vLLM cannot serve or whose weights cannot be replaced,
-        EngineError if vLLM's processes do not start.
+        FloatingPointError for one without finite probabilities, EngineError if vLLM's processes do
+        not start.
         """
         await asyncio.to_thread(self._read_config)
         self._stop_token_ids = await asyncio.to_thread(end_of_sequence_ids, self._path)
@@ -208,7 +214,10 @@ class VLLMEngine:
             for state in self._llm.output_processor.request_states.values()
             if state.detokenizer.num_output_tokens()
         }
-        running = [partial_generation(state) for state in states.values()]
+        running = [partial_generation(state).until_failure() for state in states.values()]
+        if failed := [one.request_id for one in running if one.failure]:
+            await self.abort(failed)  # vLLM would sample to their end
+            running = [one for one in running if not one.failure]
         if self._experts is not None:
             num_rows = {
                 one.request_id: states[one.request_id].prompt_len + len(one.token_ids) - 1
@@ -373,7 +382,7 @@ class VLLMEngine:
         trial = GenerationRequest(
             request_id="trial", prompt_token_ids=[0], sampling=SamplingParams(max_tokens=1), seed=0
         )
-        await self._call(self._generate(trial, self._params(trial)))
+        (await self._call(self._generate(trial, self._params(trial)))).raise_failure()
         self._num_prompt_tokens = 0  # the trial does not count
 
     def _params(self, request: GenerationRequest) -> Any:
@@ -413,7 +422,7 @@ class VLLMEngine:
             num_rows = len(request.prompt_token_ids) + num_sampled - 1 if num_sampled else 0
             rows = await self._experts.of_ended(request_id, num_rows, completion)
             made = replace(made, routed_experts=rows)
-        return await self._with_forced(made)
+        return await self._with_forced(made.until_failure())
 
     async def _with_forced(self, made: Generation) -> Generation:
         """Mark the tokens of a constrained completion that had no alternative."""

@@ -130,7 +130,7 @@ def read_prior_text(
 def generation(request_id: str, completion: Any) -> Generation:
     """Return vLLM's final CompletionOutput as a Generation; None is a request that was not sent.
 
-    Raises FloatingPointError as `Generation.check_sampled`.
+    `Generation.until_failure` has not been applied.
     """
     if completion is None:
         token_ids, logprobs, versions, reason = [], [], [], "abort"
@@ -143,15 +143,13 @@ def generation(request_id: str, completion: Any) -> Generation:
         ]
         reason = completion.finish_reason
     assert len(token_ids) == len(logprobs) == len(versions)
-    sampled = Generation(
+    return Generation(
         request_id=request_id,
         token_ids=np.asarray(token_ids, np.int32),
         sampler_logprobs=np.asarray(logprobs, np.float32),
         policy_versions=np.asarray(versions, np.int32),
         finish_reason=FINISH_REASONS[reason],
     )
-    sampled.check_sampled()
-    return sampled
 
 
 def partial_generation(state: Any) -> Generation:

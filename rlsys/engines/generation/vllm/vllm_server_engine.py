@@ -100,7 +100,8 @@ class ServerEngine:
     async def start(self) -> None:
         """Check the server, load the weights of the model and sample a token.
 
-        Raises InvalidValue for a server that does not fit the run, EngineError if it fails.
+        Raises InvalidValue for a server that does not fit the run, FloatingPointError for a model
+        without finite probabilities, EngineError if the server fails.
         """
         config = await asyncio.to_thread(self._read_config)
         self._served = await self._client.served()
@@ -114,7 +115,7 @@ class ServerEngine:
         trial = GenerationRequest(
             request_id="trial", prompt_token_ids=[0], sampling=SamplingParams(max_tokens=1), seed=0
         )
-        await self._generate(trial)
+        (await self._generate(trial)).raise_failure()
         self._num_prompt_tokens = self._num_finished_tokens = 0
         self._first_metrics = self._metrics = await self._client.metrics()
 
@@ -322,7 +323,7 @@ class ServerEngine:
             num_rows = len(request.prompt_token_ids) + num_sampled - 1 if num_sampled else 0
             rows = await self._experts.of_ended(name, num_rows, None)
             made = replace(made, routed_experts=rows)
-        return made
+        return made.until_failure()
 
     def _body(self, request: GenerationRequest, name: str) -> dict[str, Any]:
         """Return the request in the form of /inference/v1/generate."""
@@ -391,7 +392,7 @@ class ServerEngine:
 def served_generation(request_id: str, choice: Mapping[str, Any]) -> Generation:
     """Return a choice of the server's answer as a Generation.
 
-    Raises FloatingPointError as `Generation.check_sampled`.
+    `Generation.until_failure` has not been applied.
     """
     token_ids = choice["token_ids"] or []
     content = (choice["logprobs"] or {}).get("content") or []
@@ -407,12 +408,10 @@ def served_generation(request_id: str, choice: Mapping[str, Any]) -> Generation:
             f"a server returned {len(token_ids)} tokens, {len(logprobs)} log-probabilities and "
             f"{len(versions)} versions for request {request_id}."
         )
-    sampled = Generation(
+    return Generation(
         request_id=request_id,
         token_ids=np.asarray(token_ids, np.int32),
         sampler_logprobs=logprobs,
         policy_versions=np.asarray(versions, np.int32),
         finish_reason=FINISH_REASONS.get(choice["finish_reason"], FinishReason.ABORTED),
     )
-    sampled.check_sampled()
-    return sampled
