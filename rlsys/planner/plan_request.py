@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from rlsys.common.option_names import option
 from rlsys.config import RunConfig, TrainedRoleConfig
 from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.dataflow.graph.stages import (
@@ -158,8 +159,9 @@ def shape_of_run(
     )
     if on_gpus and config.model.dtype == "float32":
         assumptions.append(
-            "float32, which this run computes in (model.dtype); --model.dtype bfloat16 takes half "
-            "of the memory and less than half of the time on GPUs"
+            "float32, which this run computes in (model.dtype); "
+            f"{option('model.dtype', 'bfloat16')} takes half of the memory and less than half of "
+            "the time on GPUs"
         )
     dtypes = {model.config.model.dtype for model in flow.models.values() if model.config}
     if dtypes - {config.model.dtype}:

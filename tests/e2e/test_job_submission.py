@@ -267,7 +267,7 @@ def test_a_killed_job_resumes_when_it_is_submitted_again(
     evidence, damages = read_evidence(directory)
     verdict = audit(evidence)
     assert [*damages, *verdict.faults] == []
-    assert "1 resumes" in verdict.summary
+    assert "1 resume," in verdict.summary
 
 
 @pytest.mark.parametrize(

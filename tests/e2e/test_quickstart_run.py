@@ -85,7 +85,7 @@ def test_a_killed_run_on_shared_devices_resumes(tmp_path: Path) -> None:
     verdict = audit(evidence)
     assert [*unreadable, *verdict.faults] == []
     assert verdict.finished
-    assert "1 resumes" in verdict.summary
+    assert "1 resume," in verdict.summary
     AutoModelForCausalLM.from_pretrained(directory / "hf")
 
 

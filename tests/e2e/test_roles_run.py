@@ -177,7 +177,7 @@ def test_ppo_survives_the_deaths_of_its_trainers_and_resumes(tmp_path: Path) -> 
     assert wanted <= lines[-1].keys()
     verdict = audited(directory)
     assert verdict.finished
-    assert "1 resumes" in verdict.summary
+    assert "1 resume," in verdict.summary
 
 
 def test_ppo_survives_the_deaths_of_its_frozen_models_and_resumes_after_a_kill(
@@ -228,7 +228,7 @@ def test_ppo_survives_the_deaths_of_its_frozen_models_and_resumes_after_a_kill(
     assert [line["critic/learning_rate"] / 2 for line in lines] == pytest.approx(policys)
     verdict = audited(directory)
     assert verdict.finished
-    assert "1 resumes" in verdict.summary
+    assert "1 resume," in verdict.summary
 
 
 def dead_workers(output: str) -> set[str]:

@@ -387,7 +387,7 @@ def test_an_evaluation_can_use_the_loss_alone(
         runs_dir=str(tmp_path),
     )
     rlsys.launch(config, sft(config), own_model=OwnModel(name="own"), dry_run=True)
-    assert re.search("data: 4 prompts.* completion", capsys.readouterr().out)
+    assert re.search("data: 4 prompts.*'completion'", capsys.readouterr().out)
 
 
 def test_without_a_model_nothing_can_be_trained(tmp_path: Path) -> None:

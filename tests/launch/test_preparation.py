@@ -178,7 +178,7 @@ def test_a_reward_model_is_trained_on_pairs_from_a_file(
 ) -> None:
     cfg = reward_model.Config(prompts_per_step=4, data=pairs(tmp_path), runs_dir=str(tmp_path))
     reward_model.train(cfg, dry_run=True)
-    assert re.search("data: 4 prompts.* completions", capsys.readouterr().out)
+    assert re.search("data: 4 prompts.*'completions'", capsys.readouterr().out)
     with invalid("data.source", "/no/pairs.jsonl"):
         reward_model.train(replace(cfg, data=DataConfig(source="/no/pairs.jsonl")), dry_run=True)
 
