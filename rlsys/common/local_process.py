@@ -202,7 +202,11 @@ class LocalProcess:
             case "stopped":
                 reason = "was ended because a signal such as SIGSTOP had stopped it"
                 return Ending(reason=reason)
-        return Ending(reason=_exit_reason(os.waitstatus_to_exitcode(report["status"])))
+        code = os.waitstatus_to_exitcode(report["status"])
+        if report["reason"] == "request" and code == -signal.SIGKILL:
+            # It had closed the connection, and was killed before it ended itself.
+            code = FAILED_EXIT_CODE
+        return Ending(reason=_exit_reason(code))
 
     async def _receive(self) -> Any:
         (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))

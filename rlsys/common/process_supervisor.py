@@ -113,7 +113,7 @@ def watch(
             return "stopped" if os.WIFSTOPPED(statuses[pid]) else "exit"
         statuses.clear()  # pids are reused
         if control.fileno() in ready:  # a request to end, or the actor's death
-            return "exit"
+            return "request"
         if time.monotonic() >= next_check_s:
             tree = descendants(os.getpid())
             if len(tree) > spec["max_processes"]:

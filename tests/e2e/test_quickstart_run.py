@@ -61,6 +61,7 @@ def test_remax_by_name_trains_on_no_greedy_rollout(tmp_path: Path) -> None:
     assert audit(evidence).faults == []
 
 
+@pytest.mark.slow
 def test_a_killed_run_on_shared_devices_resumes(tmp_path: Path) -> None:
     options = ["--resume", "auto", "--checkpoint-every", "2", "--placement", "colocated"]
     directory = tmp_path / "runs" / "quickstart"
