@@ -20,7 +20,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -43,9 +43,6 @@ from .primitive_trainer_actor import (
     RefusedCommand,
     ServedModel,
 )
-
-if TYPE_CHECKING:
-    pass
 
 # Tokens of one call of a pass, as a multiple of trainer.micro_batch_tokens.
 PASSES_PER_TURN = 2

@@ -183,8 +183,9 @@ _TABLE: Final = (
     replace(_workstation("MI250X", "cdna2", 383.0, 0.0, 128.0, 3.28), link=100.0, sources="m"),
 )
 
-# Peaks of float32 products on CUDA cores in TFLOP/s, from the datasheets. torch uses no tensor
-# cores for float32 by default.
+# Nominal peaks of float32 products on CUDA cores in TFLOP/s. torch uses no tensor cores for float32
+# by default. The values of B200, B300, GB200, GB300, H100-NVL and A10G were not checked against a
+# data sheet.
 _FP32: Final = {
     "H100": 67.0,
     "H100-PCIe": 51.0,

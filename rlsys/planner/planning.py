@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from rlsys.common.option_names import option
 from rlsys.config import RunConfig
 from rlsys.dataflow.graph.graph import Dataflow
-from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.errors import InvalidValue
 from rlsys.planner.hardware import Cluster
 from rlsys.planner.plan_request import (
@@ -35,7 +34,6 @@ from rlsys.planner.run_plan import (
     RunPlan,
     RunShape,
     generation_seconds,
-    step_time,
     training_seconds,
 )
 from rlsys.planner.run_record import PredictedStep
@@ -176,20 +174,6 @@ def _sorted(plans: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:
     return [
         replace(by_plan[id(one.plan)], ranked=one) for one in ranked([one.ranked for one in plans])
     ]
-
-
-def predict(
-    config: RunConfig, flow: StageGraph, request: PlanRequest
-) -> tuple[Estimate, Sequence[str]]:
-    """Return the time of a step of a configuration as it is, and what was assumed.
-
-    Raises:
-        InvalidValue: The model has no known shape, or lengths exceed its context.
-    """
-    request = request.for_run(config)
-    shape, assumptions = shape_of_run(config, flow, request)
-    plan = plan_of(config, flow)
-    return step_time(shape, request.cluster, plan, constants=request.constants), assumptions
 
 
 def predicted_step(

@@ -42,7 +42,7 @@ class TrainerScheduler(Generic[T]):
         if self._is_running:
             return None
         if not self._waiting:
-            self._turns.clear()  # nobody has waited for another
+            self._turns.clear()  # no owner waits
             return None
         owner = min(self._waiting, key=lambda one: self._turns.get(one, 0))
         call = self._waiting[owner].popleft()

@@ -1,4 +1,4 @@
-"""What a dry run prints: a file for --config on stdout, and warnings on stderr too."""
+"""Output of a dry run: a file for --config on stdout, and warnings on stderr too."""
 
 from __future__ import annotations
 

@@ -18,8 +18,9 @@ from rlsys.planner.hardware import parse_cluster
 from rlsys.planner.lengths import lognormal
 from rlsys.planner.plan_request import PlanRequest
 from rlsys.planner.plan_settings import configured, plan_of
-from rlsys.planner.planning import plan_run, predict
+from rlsys.planner.planning import plan_run
 from tests.errors import invalid
+from tests.planner.stated_step import stated_step
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--prompts-per-step", "16", "--group-size", "4", "--sampling.max-tokens", "1024"]
@@ -129,7 +130,7 @@ def test_the_settings_of_a_plan_state_this_plan() -> None:
     best = plan_run(config, flow, request).plans[0]
     stated = configured(config, best.settings)
     assert plan_of(stated, flow) == best.ranked.plan
-    estimate, assumptions = predict(stated, flow, request)
+    estimate, assumptions = stated_step(stated, flow, request)
     assert estimate == best.ranked.estimate
     assert len(assumptions) == 1  # of prompts
 

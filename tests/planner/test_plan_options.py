@@ -32,9 +32,10 @@ from rlsys.planner.plan_file import plan_toml
 from rlsys.planner.plan_report import staleness_line
 from rlsys.planner.plan_request import PlanRequest
 from rlsys.planner.plan_settings import plan_of
-from rlsys.planner.planning import RunPlanning, plan_run, predict
+from rlsys.planner.planning import RunPlanning, plan_run
 from rlsys.planner.run_plan import RunShape, step_time, training_seconds
 from tests.errors import invalid
+from tests.planner.stated_step import stated_step
 
 ROOT = Path(__file__).parents[2]
 WORK = ["--prompt-tokens", "100", "--completion-tokens", "mean=400,max=1024"]
@@ -147,7 +148,7 @@ def test_the_command_of_a_run_with_several_models_runs_its_plan(
 
 
 def test_a_row_longer_than_a_micro_batch_has_its_memory() -> None:
-    """A row of 1,124 tokens is a micro-batch of its own beside micro-batches of 100 tokens."""
+    """A row of 1,124 tokens forms its own micro-batch among micro-batches of 100 tokens."""
     small, _ = planned(configuration(), chosen={"trainer.micro_batch_tokens": 100})
     trainer = small.plans[0].ranked.plan.trainers["policy"]
     assert trainer.row_tokens == 100
@@ -324,9 +325,9 @@ def test_the_prediction_of_a_run_has_its_options() -> None:
     assert (trainer.lora_rank, trainer.moment_bytes, trainer.offload_optimizer) == (16, 4.0, True)
     assert (plan.generation.max_running, plan.generation.cache_gib) == (4, 0.0)
     request = PlanRequest(cluster=parse_cluster("1x2xH100"), prompt_tokens=100)
-    few, _ = predict(config, flow, request)
+    few, _ = stated_step(config, flow, request)
     more = replace(config, rollout=replace(config.rollout, max_running=256))
-    many, _ = predict(more, flow, request)
+    many, _ = stated_step(more, flow, request)
     assert few.seconds > many.seconds
     need = rank_memory(
         planned(config, "1x2xH100")[0].shape.policy.model,
