@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,3 +55,11 @@ def options_are_set_in_python() -> Iterator[None]:
     keep_dry_run(False)
     yield
     os.environ.pop(COMMAND_LINE, None)
+
+
+@pytest.fixture(autouse=True)
+def process_groups_end() -> Iterator[None]:
+    """Leave the process group that an engine of the test has created, as its process would."""
+    yield
+    if (distributed := sys.modules.get("torch.distributed")) and distributed.is_initialized():
+        distributed.destroy_process_group()

@@ -289,8 +289,10 @@ def _links(
         transport = TRANSPORTS[config.rollout.weight_transport]
         places.append(("to each other node with replicas", ANOTHER_NODE, transport))
     for name, to, transport in places:
-        if (links := planned_links(config, shape, to=to)) is None:
-            yield "not estimated for so many ranks"
+        try:
+            links = planned_links(config, shape, to=to)
+        except ValueError as error:
+            yield f"not estimated: {error}"
             break
         yield f"{name:35}{_size(sum(links.put))}  {transport}"
         if 1 < len(links.put) <= MAX_LISTED_RANKS:

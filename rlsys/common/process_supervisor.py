@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import resource
 import select
@@ -31,6 +32,8 @@ CHECK_INTERVAL_S = 0.25
 
 # Time for killed processes to end. A process that the kernel holds longer is left behind.
 EXIT_TIMEOUT_S = 10.0
+
+PF_EXITING = 0x4  # flag in /proc/<pid>/stat
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -103,6 +106,7 @@ def watch(
     for side in (control, woken):
         poller.register(side, select.POLLIN)
     next_check_s = time.monotonic() + CHECK_INTERVAL_S
+    exit_by_s = math.inf
     while True:
         wait_s = max(0.0, next_check_s - time.monotonic())
         ready = {fd for fd, _ in poller.poll(wait_s * 1000)}
@@ -113,6 +117,13 @@ def watch(
             return "stopped" if os.WIFSTOPPED(statuses[pid]) else "exit"
         statuses.clear()  # pids are reused
         if control.fileno() in ready:  # a request to end, or the actor's death
+            if not is_exiting(pid):
+                return "request"
+            # The actor asks because the process has closed its connections. A dying process does so
+            # before its status can be read, and the status gives the reason.
+            poller.unregister(control)
+            exit_by_s = time.monotonic() + EXIT_TIMEOUT_S
+        if time.monotonic() >= exit_by_s:
             return "request"
         if time.monotonic() >= next_check_s:
             tree = descendants(os.getpid())
@@ -121,6 +132,16 @@ def watch(
             if sum(map(private_bytes, tree)) > spec["memory_bytes"]:
                 return "memory"
             next_check_s = time.monotonic() + CHECK_INTERVAL_S
+
+
+def is_exiting(pid: int) -> bool:
+    """Return whether the kernel has begun to end the process."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            flags = int(file.read().rpartition(")")[2].split()[6])
+    except OSError:
+        return True
+    return bool(flags & PF_EXITING)
 
 
 def reap(options: int = 0) -> Iterator[tuple[int, int]]:

@@ -84,25 +84,23 @@ class PlannedLinks:
     read: int  # read by a replica from its node's memory
 
 
-def planned_links(config: RunConfig, shape: ModelShape, *, to: str) -> PlannedLinks | None:
+def planned_links(config: RunConfig, shape: ModelShape, *, to: str) -> PlannedLinks:
     """Return the traffic from a trainer on one node to replicas on `to`, its node or another one.
 
-    Engines that add the adapters themselves (rollout.vllm.enable_lora) get the factors alone. The
-    result is None for many ranks, and for a layout that does not fit the model.
+    Engines that add the adapters themselves (rollout.vllm.enable_lora) get the factors alone.
+
+    Raises ValueError, with the reason, for many ranks and for a layout that does not fit the model.
     """
     layout, dtype = config.trainer.parallel, getattr(torch, config.model.dtype)
     if layout.num_ranks > MAX_PLANNED_RANKS:
-        return None
+        raise ValueError(f"the layout has more than {MAX_PLANNED_RANKS} ranks")
     adapters = config.model.adapters if config.rollout.sends_adapters else None
-    try:
-        if adapters is None:
-            ranks = holdings_of_ranks(
-                shape.config, head="logits", dtype=config.model.dtype, layout=layout
-            )
-        else:
-            ranks = _factors_of_ranks(shape, adapters, layout)
-    except ValueError:
-        return None
+    if adapters is None:
+        ranks = holdings_of_ranks(
+            shape.config, head="logits", dtype=config.model.dtype, layout=layout
+        )
+    else:
+        ranks = _factors_of_ranks(shape, adapters, layout)
     sources = tuple(Holder(str(rank), ITS_NODE, tuple(held)) for rank, held in enumerate(ranks))
     whole = {one.name: one for held in ranks for one in held}
     wanted = (

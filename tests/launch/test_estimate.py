@@ -48,7 +48,13 @@ from rlsys.launcher.memory_estimate import (
     row_bytes,
     store_bytes,
 )
-from rlsys.launcher.rank_estimate import ITS_NODE, RankMemory, estimate_rank, planned_links
+from rlsys.launcher.rank_estimate import (
+    ITS_NODE,
+    MAX_PLANNED_RANKS,
+    RankMemory,
+    estimate_rank,
+    planned_links,
+)
 from rlsys.launcher.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.types import MicroBatch, TrainRow
 from scripts.bench.layouts import build_model
@@ -122,7 +128,6 @@ def test_a_version_of_adapters_alone_is_small(tmp_path: Path) -> None:
         links = planned_links(
             replace(config, trainer=trainer, prompts_per_step=12), shape, to="another"
         )
-        assert links is not None
         assert len(links.put) == num_ranks
         assert sum(links.put) == links.read == version_bytes
 
@@ -346,10 +351,10 @@ def test_each_byte_of_a_version_is_put_once_and_ranks_share_the_work(
     shape = model_shape(str(path))
     for to in (ITS_NODE, "another"):
         links = apart.submit(planned_links, config, shape, to=to).result()
-        assert links is not None
         assert sum(links.put) == links.read == 2 * shape.num_parameters
         assert max(links.put) < 1.1 * min(links.put)
-    assert planned_links(config_of(path, "dp32tp2"), shape, to=ITS_NODE) is None
+    with pytest.raises(ValueError, match=str(MAX_PLANNED_RANKS)):
+        planned_links(config_of(path, "dp32tp2"), shape, to=ITS_NODE)
 
 
 def hooks_of_a_rank() -> list[str]:
