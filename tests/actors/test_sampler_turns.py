@@ -17,7 +17,7 @@ from rlsys.common.manifest import write_manifest
 from rlsys.common.supervision import Policy, RestartPolicy
 from rlsys.errors import InvalidValue
 from rlsys.tinker_server.api_errors import ApiError, PartDied
-from rlsys.tinker_server.server_backend import Scores
+from rlsys.tinker_server.server_backend import ScoreRequest, Scores
 from rlsys.tinker_server.server_checkpoints import ADAPTER_DIRECTORY, SamplerWeights
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
@@ -302,13 +302,13 @@ def test_scores_that_are_not_finite_fail_alone() -> None:
     async def main() -> None:
         one = Sampler()
         await one.sampler.start()
-        rows = [np.array([1, 2, 3], np.int32)]
+        request = ScoreRequest(weights=BASE, rows=[np.array([1, 2, 3], np.int32)])
         for bad in (np.nan, -np.inf):
             one.worker.scores = [Scores(logprobs=np.array([-1.0, bad], np.float32))]
             with pytest.raises(FloatingPointError):
-                await one.sampler.score(BASE, rows, 0, 1.0)
+                await one.sampler.score(request)
         one.worker.scores = [Scores(logprobs=np.array([-1.0, -2.0], np.float32))]
-        assert await one.sampler.score(BASE, rows, 0, 1.0) == one.worker.scores
+        assert await one.sampler.score(request) == one.worker.scores
         assert (len(one.workers), one.warnings) == (1, [])
         await one.sampler.close()
 
