@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,6 +119,16 @@ def test_the_matrices_of_a_dense_model() -> None:
     assert model.layer_parameters == matrices
     assert model.parameters == matrices + 2 * 128 * 64 + 3 * 2 * 64 + 64
     assert model.active_parameters == matrices + 128 * 64
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_scalar_head_has_a_matrix_of_its_own(tied: bool) -> None:
+    model = architecture_from_config({**DENSE, "tie_word_embeddings": tied})
+    critic = replace(model, has_scalar_head=True)
+    assert critic.head == Gemm("head", 1, 64, "none")
+    embeddings = 128 * 64 * (1 if tied else 2)
+    assert critic.parameters == model.parameters - embeddings + 128 * 64 + 64
+    assert critic.active_parameters == critic.layer_parameters + 64
 
 
 def test_the_matrices_of_a_model_with_experts() -> None:
