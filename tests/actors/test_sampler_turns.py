@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -149,8 +149,17 @@ class Sampler:
         """Return the running requests, once nothing changes any more."""
         for _ in range(50):
             await asyncio.sleep(0)
-        await asyncio.sleep(0.05)  # files are checked in a thread
         return [one.request_id for one in self.worker.running]
+
+
+@pytest.fixture(autouse=True)
+def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check saved weights on the event loop, so that `names` need not wait for a thread."""
+
+    async def at_once(work: Callable[..., Any], *args: Any) -> Any:
+        return work(*args)
+
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
 
 
 def adapter(directory: Path, number: int) -> SamplerWeights:
@@ -344,7 +353,7 @@ def test_samplers_that_keep_dying_are_started_by_requests_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> None:
-        policy = Policy(RestartPolicy(2, first_pause_s=0.001))
+        policy = Policy(RestartPolicy(2))  # without pauses
         monkeypatch.setattr("actors.tinker_server.sampler_successor.SAMPLERS", policy)
         one = Sampler()
         await one.sampler.start()
