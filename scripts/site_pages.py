@@ -69,7 +69,13 @@ API = {
     "configuration": (
         "Configuration classes",
         "[configuration.md](../configuration.md) lists the options as on the command line.",
-        ("rlsys.config.run_config", "rlsys.config.training_config"),
+        (
+            "rlsys.config.run_config",
+            "rlsys.config.data_config",
+            "rlsys.config.scoring_config",
+            "rlsys.config.rollout_config",
+            "rlsys.config.training_config",
+        ),
     ),
     "environments": (
         "Environments and tools",

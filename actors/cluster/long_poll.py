@@ -30,6 +30,7 @@ class LongPoll(Generic[T]):
         """Return what has ended, or [] if nothing does within the time."""
         if self._pending is None:
             self._pending = asyncio.create_task(self._collect())
+            self._pending.add_done_callback(_retrieve_exception)
         done, _ = await asyncio.wait([self._pending], timeout=timeout_s)
         if not done:
             return []
@@ -48,3 +49,12 @@ class LongPoll(Generic[T]):
         while found and more() and (left_s := deadline - clock()) > 0:
             found += await self.within(left_s)
         return found
+
+
+def _retrieve_exception(task: asyncio.Task[Any]) -> None:
+    """Retrieve the error of a collect that no call waits for, so that asyncio does not log it.
+
+    An engine that is closed fails its pending collect. The next call, if there is one, raises.
+    """
+    if not task.cancelled():
+        task.exception()

@@ -90,15 +90,14 @@ def cluster_of_dry_run(
     config: RunConfig, dry_run: str | bool, machines: Sequence[Machine] | None
 ) -> str:
     """Return the devices of a run as the planner names them, or "" if they are unknown."""
-    from rlsys.launcher.cluster_choice import cluster_of_devices
+    from rlsys.launcher.cluster_choice import cluster_of_devices, plans_gpus
     from rlsys.launcher.step_prediction import cores_of_this_machine
 
-    on_gpus = bool(config.trainer.num_gpus or config.rollout.num_gpus)
     if isinstance(dry_run, str):
-        return dry_run if on_gpus else ""
+        return dry_run if plans_gpus(config) else ""
     if machines is None:
         return ""
-    if not on_gpus:
+    if not plans_gpus(config):
         return cores_of_this_machine()
     names = [device.name for machine in machines for device in machine.devices]
     try:

@@ -23,7 +23,7 @@ from rlsys.data.row_source import RowSource
 from rlsys.dataflow.graph.run_graph import RunGraph
 from rlsys.dataflow.graph.stages import GenerateStage
 from rlsys.engines.models.model_shape import ModelShape
-from rlsys.launcher.cluster_choice import cluster_of_nodes
+from rlsys.launcher.cluster_choice import cluster_of_nodes, plans_gpus
 from rlsys.launcher.step_prediction import (
     cores_of_this_machine,
     mean_prompt_tokens,
@@ -96,8 +96,7 @@ def run_record(
     planning: RunPlanning | None,
 ) -> RunRecord:
     """Return the record of a run, with a prediction if one is possible."""
-    uses_gpus = bool(config.trainer.num_gpus or config.rollout.num_gpus)
-    cluster = _named(nodes) if uses_gpus else cores_of_this_machine()
+    cluster = _named(nodes) if plans_gpus(config) else cores_of_this_machine()
     record = RunRecord(
         cluster=cluster,
         prompt_tokens=mean_prompt_tokens(prompts),

@@ -34,13 +34,13 @@ from rlsys.reallocation.transport.weight_views import Weights
 from rlsys.tinker_server.api_errors import ApiError, PartDied
 from rlsys.tinker_server.sample_request import gather_all
 from rlsys.tinker_server.sampler_scheduling import SamplerScheduler
-from rlsys.tinker_server.server_backend import Scores
+from rlsys.tinker_server.server_backend import ScoreRequest, Scores
 from rlsys.tinker_server.server_checkpoints import (
     ADAPTER_DIRECTORY,
     SamplerWeights,
     check_undamaged,
 )
-from rlsys.types import Generation, GenerationRequest, Int32Array, WeightManifest
+from rlsys.types import Generation, GenerationRequest, WeightManifest
 
 from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerError
 from ..cluster.long_poll import COLLECT_WAIT_S, LongPoll
@@ -139,26 +139,12 @@ class SamplerActor(Heartbeat):
         assert isinstance(self._engine, AdapterEngine)
         await self._engine.drop_adapter(number)
 
-    async def score(
-        self,
-        key: str,
-        directory: Path | None,
-        rows: list[Int32Array],
-        top_k: int,
-        temperature: float,
-    ) -> list[Scores]:
-        """Return log-probabilities. It runs in a thread, concurrently with sampling."""
+    async def score(self, request: ScoreRequest) -> list[Scores]:
+        """Return the scores of each row. It runs in a thread, concurrently with sampling."""
         async with self._scoring:
-            return await asyncio.to_thread(self._scores, key, directory, rows, top_k, temperature)
+            return await asyncio.to_thread(self._scores, request)
 
-    def _scores(
-        self,
-        key: str,
-        directory: Path | None,
-        rows: list[Int32Array],
-        top_k: int,
-        temperature: float,
-    ) -> list[Scores]:
+    def _scores(self, request: ScoreRequest) -> list[Scores]:
         from rlsys.tinker_server.saved_weights import SequenceScorer
 
         make = self._make
@@ -166,12 +152,10 @@ class SamplerActor(Heartbeat):
             self._scorer = SequenceScorer(
                 make.base_path, dtype=make.dtype, device=make.device, max_tokens=make.pass_tokens
             )
-        self._scorer.take(key, directory)
-        logprobs = self._scorer.logprobs(rows, temperature)
-        tops = self._scorer.top_k(rows, top_k, temperature) if top_k else [None] * len(rows)
-        return [
-            Scores(logprobs=of_row, top_k=top) for of_row, top in zip(logprobs, tops, strict=True)
-        ]
+        self._scorer.take(request.weights.key, request.weights.directory)
+        return self._scorer.score(
+            request.rows, top_k=request.top_k, temperature=request.temperature
+        )
 
     async def close(self) -> None:
         """Close the engine."""
@@ -313,25 +297,18 @@ class RaySampler:
         call = asyncio.ensure_future(self._worker.start_call(method, *args))
         call.add_done_callback(lambda done: None if done.cancelled() else done.exception())
 
-    async def score(
-        self,
-        weights: SamplerWeights,
-        rows: Sequence[Int32Array],
-        top_k: int,
-        temperature: float,
-    ) -> Sequence[Scores]:
-        """Return the log-probabilities of rows of tokens at a temperature.
+    async def score(self, request: ScoreRequest) -> Sequence[Scores]:
+        """Return the scores of each row.
 
         Raises:
             FloatingPointError: They are not finite.
         """
+        weights = request.weights
         _check_exists(weights)
         await self._check_undamaged(weights)
         worker = await self._living()
         try:
-            scores: Sequence[Scores] = await worker.call(
-                "score", weights.key, weights.directory, list(rows), top_k, temperature
-            )
+            scores: Sequence[Scores] = await worker.call("score", request)
         except (WorkerError, EngineError) as death:
             raise self._died(worker, death) from None
         if not all(np.isfinite(one.logprobs).all() for one in scores):

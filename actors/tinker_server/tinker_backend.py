@@ -17,9 +17,9 @@ from rlsys.config.training_config import check_adapters
 from rlsys.errors import InvalidValue
 from rlsys.tinker_server.api_errors import PartDied
 from rlsys.tinker_server.datum_rows import ModelLimits
-from rlsys.tinker_server.server_backend import BaseModel, Scores
+from rlsys.tinker_server.server_backend import BaseModel, ScoreRequest, Scores
 from rlsys.tinker_server.server_checkpoints import SamplerWeights
-from rlsys.types import Generation, GenerationRequest, Int32Array, WeightManifest
+from rlsys.types import Generation, GenerationRequest, WeightManifest
 
 from ..cluster.calls import Worker
 from .primitive_trainer_actor import ServedModel
@@ -101,15 +101,9 @@ class RayBackend:
         sampler = min(self._samplers, key=lambda one: one.load_of(weights))
         return await sampler.sample(weights, requests, owner)
 
-    async def score(
-        self,
-        weights: SamplerWeights,
-        rows: Sequence[Int32Array],
-        top_k: int,
-        temperature: float,
-    ) -> Sequence[Scores]:
-        """Return the log-probabilities of rows of tokens at a temperature."""
-        return await self._samplers[0].score(weights, rows, top_k, temperature)
+    async def score(self, request: ScoreRequest) -> Sequence[Scores]:
+        """Return the scores of each row."""
+        return await self._samplers[0].score(request)
 
     async def close(self) -> None:
         """End all samplers and trainers."""

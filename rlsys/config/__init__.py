@@ -6,23 +6,15 @@ also excludes infinite numbers and NaN.
 """
 
 from rlsys.config.checks import MIN_CPUS
+from rlsys.config.data_config import DataConfig, SamplingConfig
 from rlsys.config.rollout_config import (
     RolloutConfig,
     check_quantized,
     check_sent_adapters,
     check_whole_weights,
 )
-from rlsys.config.run_config import (
-    AsyncConfig,
-    ClusterConfig,
-    DataConfig,
-    HeldOutConfig,
-    ObserveConfig,
-    RewardConfig,
-    RunConfig,
-    SamplingConfig,
-    check_samples,
-)
+from rlsys.config.run_config import AsyncConfig, ClusterConfig, ObserveConfig, RunConfig
+from rlsys.config.scoring_config import HeldOutConfig, RewardConfig, check_samples
 from rlsys.config.training_config import (
     AnyModelConfig,
     Checkpointing,

@@ -20,7 +20,7 @@ from rlsys.controller.borrowed_replicas import BorrowedReplicas
 from rlsys.controller.device_sharing import DeviceSharing
 from rlsys.controller.episode_rewards import PlayedOutcomes
 from rlsys.controller.partials import PartialRollouts
-from rlsys.controller.replicas import ReplicaBatch, ReplicaPool
+from rlsys.controller.replicas import DeathOutcome, ReplicaBatch, ReplicaPool
 from rlsys.controller.rollout_placement import RolloutPlacement
 from rlsys.controller.state import OpenWork, RolloutNote, RunningGroup, RunState
 from rlsys.controller.worker_protocols import (
@@ -289,11 +289,13 @@ class GenerationSide:
             else:
                 self._state.store.discard(one.cell[0], [one.cell[1]])
 
-    def _on_replica_death(self, number: int, reason: str, request_ids: Sequence[str]) -> bool:
+    def _on_replica_death(
+        self, number: int, reason: str, request_ids: Sequence[str]
+    ) -> DeathOutcome:
         """Mark the requests of a dead replica as unassigned, unless their groups have ended.
 
-        Return whether the replica is given up: it keeps dying without a finished rollout, or groups
-        are dropped without a complete one between.
+        The replica is given up if it keeps dying without a finished rollout, or groups are dropped
+        without a complete one between.
         """
         state = self._state
         unassigned: defaultdict[int, list[int]] = defaultdict(list)
@@ -309,10 +311,17 @@ class GenerationSide:
                 state.store.withdraw([group.rows[index] for index in indices])
                 self._placing.mark_unassigned(group, indices)
         state.may_issue.notify()
-        if not decision.drop:
-            return bool(decision.gives_up)
-        self._supervisor.progressed(place=number)  # the likely cause is gone
-        return bool(self._drops.died(reason).gives_up)
+        gives_up = bool(decision.gives_up)
+        if decision.drop:
+            self._supervisor.progressed(place=number)  # the likely cause is gone
+            gives_up = bool(self._drops.died(reason).gives_up)
+        num_dropped = sum(len(unassigned[group_id]) for group_id in decision.drop)
+        num_unfinished = sum(len(indices) for indices in unassigned.values())
+        return DeathOutcome(
+            gives_up=gives_up,
+            num_continued=num_unfinished - num_dropped,
+            num_dropped=num_dropped,
+        )
 
     def withdrawn(self, replica: str, withdrawn: Withdrawn) -> None:
         """Let other replicas continue requests that a replica has given up.

@@ -39,6 +39,21 @@ class ReplicaBatch:
     requests: Sequence[GenerationRequest]
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeathOutcome:
+    """Decision about a replica that died and its unfinished rollouts.
+
+    Attributes:
+        gives_up: Whether no replica of this number is started again.
+        num_continued: Rollouts that continue on other replicas.
+        num_dropped: Rollouts whose groups are dropped.
+    """
+
+    gives_up: bool
+    num_continued: int
+    num_dropped: int
+
+
 class ReplicaPool:
     """All replicas of a run and the loops that keep them running.
 
@@ -48,7 +63,7 @@ class ReplicaPool:
         supervisor: Counts the progress of replicas, by number.
         on_collected: Called with the results of replicas.
         on_death: Called with the number of a replica that died, the reason and its unfinished
-            requests. Returns whether the number is given up.
+            requests.
     """
 
     def __init__(
@@ -63,7 +78,7 @@ class ReplicaPool:
         supervisor: Supervisor[int],
         partials: PartialRollouts,
         on_collected: Callable[[Collected], None],
-        on_death: Callable[[int, str, Sequence[str]], bool],
+        on_death: Callable[[int, str, Sequence[str]], DeathOutcome],
     ) -> None:
         self._state = state
         self._devices = devices
@@ -289,12 +304,17 @@ class ReplicaPool:
             request_ids = self._router.remove(name)
         if replica is not None:
             self._close_node(replica)
-        self._state.observer.replica_died(name, str(death), num_requests=len(request_ids))
         self._open_gate()
-        gives_up = self._on_death(number, str(death), request_ids)
+        outcome = self._on_death(number, str(death), request_ids)
+        self._state.observer.replica_died(
+            name,
+            str(death),
+            num_continued=outcome.num_continued,
+            num_dropped=outcome.num_dropped,
+        )
         if replica is not None:
             await replica.clean_up(self._state.store.live_rows)
-        return gives_up
+        return outcome.gives_up
 
     def _close_node(self, replica: Replica) -> None:
         """Place no more rows on the node of a replica that takes no requests if it was the last."""

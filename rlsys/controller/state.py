@@ -190,8 +190,12 @@ class Observer(Protocol):
     def parts_missing(self, parts: Sequence[str], given: Sequence[str], num_episodes: int) -> None:
         """Record parts of flow.play(parts=) that no episode gave, and the parts that were given."""
 
-    def replica_died(self, name: str, reason: str, *, num_requests: int) -> None:
-        """Record the death of a replica with its unfinished requests."""
+    def replica_died(self, name: str, reason: str, *, num_continued: int, num_dropped: int) -> None:
+        """Record the death of a replica.
+
+        Of its unfinished rollouts, `num_continued` continue on other replicas, and the groups of
+        `num_dropped` are dropped.
+        """
 
     def replica_joined(self, name: str, *, version: int) -> None:
         """Record a replica that samples with a version from now on."""

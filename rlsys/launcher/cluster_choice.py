@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from rlsys.config import RunConfig
 from rlsys.config.machine import this_machine
 from rlsys.errors import InvalidValue, require
 from rlsys.planner.cpu_device import CPU, CpuProbe, cpu_cluster
@@ -26,6 +27,14 @@ FindNodes = Callable[[str], Sequence[Mapping[str, float]]]
 RAY, AUTO = "ray", "auto"
 _CORES = re.compile(r"(?:(\d{1,6})x)?(?:(\d{1,6})x)?cpu", re.IGNORECASE)
 _NAMED = "Name the devices, such as --cluster 2x8xH100."
+
+
+def plans_gpus(config: RunConfig) -> bool:
+    """Return whether the planner plans a run for GPUs: the policy trains or samples on them.
+
+    The planner has one kind of device. Other models may have GPUs beside a policy on CPUs.
+    """
+    return bool(config.trainer.num_gpus or config.rollout.num_gpus)
 
 
 def chosen_cluster(

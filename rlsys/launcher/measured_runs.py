@@ -20,7 +20,7 @@ from rlsys.controller import StallError
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import Prompts
 from rlsys.errors import InvalidValue, require
-from rlsys.launcher.cluster_choice import cores_named
+from rlsys.launcher.cluster_choice import cores_named, plans_gpus
 from rlsys.planner.cpu_device import CpuProbe, cpu_cluster
 from rlsys.planner.cpu_probe import known_probe
 from rlsys.planner.hardware import Cluster, parse_cluster
@@ -58,7 +58,8 @@ def calibrated_profile(runs: Sequence[Path], prompt_tokens: float | None = None)
         InvalidValue: A directory is no run, has too few steps or wrong numbers, or the runs
             contradict each other.
     """
-    rates = known_probe() if any(_uses_cpus(_config(RunFiles(run))[0]) for run in runs) else None
+    uses_cpus = any(not plans_gpus(_config(RunFiles(run))[0]) for run in runs)
+    rates = known_probe() if uses_cpus else None
     measured = [measured_run(run, rates, prompt_tokens) for run in runs]
     try:
         profile = calibrated(measured, probe=rates)
@@ -208,15 +209,11 @@ def _lengths(files: RunFiles, config: RunConfig, mean: float) -> Lengths:
     return measured(scaled, maximum)
 
 
-def _uses_cpus(config: RunConfig) -> bool:
-    return not (config.trainer.num_gpus or config.rollout.num_gpus)
-
-
 def _cluster(
     path: Path, config: RunConfig, record: RunRecord | None, rates: CpuProbe | None
 ) -> Cluster:
     name = record.cluster if record else ""
-    if _uses_cpus(config):
+    if not plans_gpus(config):
         assert rates is not None
         cores = cores_named(name or "cpu")
         require(

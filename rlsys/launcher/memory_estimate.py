@@ -338,12 +338,12 @@ def moment_bytes(trainer: TrainerConfig) -> int:
 
 
 def num_trained(shape: ModelShape, model: ModelConfig) -> int:
-    """Return the number of trained parameters: all, or those of adapters."""
+    """Return the number of trained parameters: all, or those of adapters and a scalar head."""
     if model.adapters is None:
         return shape.num_parameters
     adapters = model.adapters
     widths = (width for name, width in shape.linear_layers.items() if adapters.adapts(name))
-    return adapters.rank * sum(widths)
+    return adapters.rank * sum(widths) + shape.scalar_head
 
 
 def row_bytes(config: RunConfig, flow: StageGraph) -> int:

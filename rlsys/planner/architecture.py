@@ -64,6 +64,8 @@ class Architecture:
         ffn: Width of the dense network (f). 0 if there is none.
         gated: Whether feed-forward networks have a gate (SwiGLU, GeGLU).
         tied: Whether the head shares the embedding's matrix.
+        has_scalar_head: Whether the head has one output, as in a critic or a reward model, and a
+            matrix of its own.
         experts: Experts of a layer (E). 0 for dense models.
         top_k: Experts of a token.
         expert_ffn: Width of one expert.
@@ -96,6 +98,7 @@ class Architecture:
     ffn: int = 0
     gated: bool = True
     tied: bool = False
+    has_scalar_head: bool = False
     experts: int = 0
     top_k: int = 0
     expert_ffn: int = 0
@@ -256,9 +259,20 @@ class Architecture:
         )
 
     @property
+    def outputs(self) -> int:
+        """Outputs of the head: one for each token of the vocabulary, or a single one."""
+        return 1 if self.has_scalar_head else self.vocab
+
+    @property
     def head(self) -> Gemm:
-        """The output embedding."""
-        return Gemm("head", self.vocab, self.hidden, "columns")
+        """The output embedding, or the scalar head."""
+        split: Split = "none" if self.has_scalar_head else "columns"
+        return Gemm("head", self.outputs, self.hidden, split)
+
+    @property
+    def has_output_embedding(self) -> bool:
+        """Whether the head has a matrix of its own that is as large as the embedding."""
+        return not (self.tied or self.has_scalar_head)
 
     @cached_property
     def attention_parameters(self) -> int:
@@ -282,8 +296,10 @@ class Architecture:
     @cached_property
     def embedding_parameters(self) -> int:
         """Parameters of embedding, positions and head. A tied head counts once."""
-        copies = 1 if self.tied else 2
-        return (copies * self.vocab + self.learned_positions) * self.hidden
+        rows = self.vocab + self.learned_positions
+        if self.has_scalar_head or not self.tied:
+            rows += self.outputs
+        return rows * self.hidden
 
     @cached_property
     def parameters(self) -> int:
@@ -295,7 +311,7 @@ class Architecture:
         """Parameters of the matrices that one token passes, with the head."""
         idle = self.experts - self.top_k
         skipped = self.moe_layers * idle * sum(gemm.parameters for gemm in self.expert)
-        return self.layer_parameters - skipped + self.vocab * self.hidden
+        return self.layer_parameters - skipped + self.head.parameters
 
     def attended(self, length: float) -> float:
         """Return the pairs of tokens that attention compares in a causal row of `length` tokens.

@@ -184,8 +184,12 @@ _TABLE: Final = (
 )
 
 # Nominal peaks of float32 products on CUDA cores in TFLOP/s. torch uses no tensor cores for float32
-# by default. The values of B200, B300, GB200, GB300, H100-NVL and A10G were not checked against a
-# data sheet.
+# by default. Sources of the Blackwell values:
+#     B200, B300  an eighth of the 600 TFLOP/s that NVIDIA states for both HGX boards, as quoted by
+#                 fibermall.com/de/blog/nvidia-hgx-b300-overview.htm
+#     GB300       verda.com/blog/gb300-nvl72-architecture
+#     GB200       uncertain: published tables have 75 to 90
+# The values of H100-NVL and A10G were not checked against a data sheet.
 _FP32: Final = {
     "H100": 67.0,
     "H100-PCIe": 51.0,

@@ -80,7 +80,8 @@ def _state_parts(
     dense = float(model.parameters - experts)
     if plan.pp > 1:
         layers = model.layer_parameters - experts
-        dense = layers / plan.pp + max(model.embedding_parameters / (1 if model.tied else 2), 0)
+        ends = 2 if model.has_output_embedding else 1
+        dense = layers / plan.pp + model.embedding_parameters / ends
     local = dense / plan.tp
     local_experts = experts / (plan.ep * plan.etp * plan.pp)
     ranks = plan.shard_ranks or plan.dp * plan.cp
@@ -203,7 +204,7 @@ def memory_of(
     per_logit = constants["logit_bytes"] if logit_bytes is None else logit_bytes
     tokens = plan.micro_batch * plan.row_tokens / plan.cp
     tokens = min(tokens, loss_chunk or tokens)
-    parts["logits"] = per_logit * tokens * model.vocab / plan.tp
+    parts["logits"] = per_logit * tokens * model.outputs / plan.tp
     if plan.shard == "parameters" and plan.dp * plan.cp > 1:
         # two layers are gathered at a time, and the gradients of one
         common = model.layer_parameters - model.moe_layers * model.expert_parameters
@@ -254,7 +255,7 @@ def rank_memory(
         cluster,
         plan,
         bytes_of=bytes_of,
-        loss_chunk=max(1, logits // model.vocab),
+        loss_chunk=max(1, logits // model.outputs),
         adapter_bytes=8.0 + bytes_of.optimizer,
         constants=constants,
     )
@@ -265,7 +266,8 @@ def adapter_parameters(
 ) -> float:
     """Return the parameters of PEFT's adapters of this rank: one A and B for each linear layer.
 
-    Mixtures have adapters in attention only. Targets that name none of the usual linear layers
+    A scalar head is trained as a whole beside them (rlsys/engines/training/adapters.py). Mixtures
+    have adapters in attention only. Targets that name none of the usual linear layers
     count as all of them.
     """
     widths = [
@@ -279,7 +281,8 @@ def adapter_parameters(
     ends = {target.rpartition(".")[2] for target in targets or ()}
     chosen = [width for name, width in widths if name in ends]
     linear = model.linear_layers * sum(one.n + one.k for one in model.linear)
-    return rank * (sum(chosen) if chosen else sum(width for _, width in widths) + linear)
+    head = model.hidden if model.has_scalar_head else 0
+    return head + rank * (sum(chosen) if chosen else sum(width for _, width in widths) + linear)
 
 
 def weight_bytes(model: Architecture, plan: GenerationPlan) -> float:

@@ -228,9 +228,10 @@ def _role(
     training = TrainingPlan()
     if model.config is None or isinstance(model.config, TrainedRoleConfig):
         training = training_settings(config if model.config is None else model.config, on_gpus)
+    architecture = read_architecture(path or config.model.path)
     return Role(
         name=model.name,
-        model=read_architecture(path or config.model.path),
+        model=replace(architecture, has_scalar_head=model.head != "logits"),
         is_trained=model.name in trained,
         forward_passes=passes,
         samples=model.is_main,

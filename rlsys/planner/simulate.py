@@ -15,10 +15,11 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlsys.config import RunConfig
+from rlsys.config.checks import MAX_SECONDS
 from rlsys.controller import Controller, OpenWork, TrainedStep
 from rlsys.controller.simulation.shared_cores import SharedCores
 from rlsys.controller.simulation.simulated_workers import Record, SimulatedFleet
@@ -190,7 +191,8 @@ def simulate(
 
     Args:
         config: Configuration of the run. `rollout.num_replicas` replicas sample, and
-            `rollout.borrow` more while the trainer would wait.
+            `rollout.borrow` more while the trainer would wait. Its time limits do not count: they
+            detect processes that hang, and simulated workers may take any time.
         flow: The algorithm.
         replica: The replicas.
         trainers: The trained models, by name.
@@ -209,6 +211,8 @@ def simulate(
             f"num_steps={config.num_steps}: a simulation needs more than {num_warm_up + 1} steps. "
             "Raise num_steps, or lower num_warm_up."
         )
+    unlimited = replace(config.cluster, call_timeout_s=MAX_SECONDS, start_timeout_s=MAX_SECONDS)
+    config = replace(config, cluster=unlimited)
     return run_in_virtual_time(
         _simulate(
             config,

@@ -186,9 +186,9 @@ class Management:
         """Set or remove the lifetime of a checkpoint."""
         self._checkpoints.set_ttl(path, request_checks.ttl_s(body))
 
-    def delete(self, path: str) -> None:
+    async def delete(self, path: str) -> None:
         """Delete a checkpoint."""
-        self._checkpoints.remove(self._checkpoints.get(path).directory)
+        await self._checkpoints.remove(self._checkpoints.get(path).directory)
 
     async def copy(self, body: Body, idempotency_key: str) -> dict[str, Any]:
         """Copy a checkpoint to its own training run. The server has no projects.

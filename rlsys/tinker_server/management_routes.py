@@ -153,7 +153,7 @@ class ManagementRoutes:
         return Response(status_code=204)
 
     async def _delete(self, request: Request) -> Response:
-        self._management.delete(_path(request))
+        await self._management.delete(_path(request))
         return Response(status_code=204)
 
     async def _urls(self, request: Request) -> Response:

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlsys.tinker_server.protobuf_messages import MASK_LOGPROB, TopK, WireSequence, encode_sample
 from rlsys.tinker_server.request_checks import SampleRequest
-from rlsys.tinker_server.server_backend import Backend, Scores
+from rlsys.tinker_server.server_backend import Backend, ScoreRequest, Scores
 from rlsys.tinker_server.server_checkpoints import SamplerWeights
 from rlsys.types import FinishReason, Float32Array, Generation, GenerationRequest
 
@@ -97,12 +97,20 @@ async def _scores(
     nothing: list[TopK | None] = [None] * len(generations)
     prompt = None
     if request.last_n:
-        (prompt,) = await backend.score(weights, [request.prompt], request.prompt_top_k, 1.0)
+        (prompt,) = await backend.score(
+            ScoreRequest(weights=weights, rows=[request.prompt], top_k=request.prompt_top_k)
+        )
     if not request.sample_top_k:
         return prompt, nothing
     whole = [np.concatenate((request.prompt, one.token_ids)) for one in generations]
-    temperature = request.sampling.temperature
-    scores = await backend.score(weights, whole, request.sample_top_k, temperature)
+    scores = await backend.score(
+        ScoreRequest(
+            weights=weights,
+            rows=whole,
+            top_k=request.sample_top_k,
+            temperature=request.sampling.temperature,
+        )
+    )
     start = len(request.prompt) - 1
     tops: list[TopK | None] = []
     for one in scores:

@@ -5,6 +5,7 @@ Shape legend: I inputs and O outputs of a linear layer, R rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from rlsys.engines.training.ranks import Ranks
 from rlsys.errors import InvalidValue
 from rlsys.tinker_server.call_engine import WHOLE_MODEL
 from rlsys.tinker_server.protobuf_messages import TopK
+from rlsys.tinker_server.server_backend import Scores
 from rlsys.types import Float32Array, Int32Array, TrainRow
 
 ONE = 1  # number of the only adapter in a scorer's bank
@@ -112,28 +114,25 @@ class SequenceScorer:
         self._bank.select(chosen, chosen, num_rows=1)  # all rows of a pass as one
         self._key = key
 
-    def logprobs(self, rows: list[Int32Array], temperature: float = 1.0) -> list[Float32Array]:
-        """Return the log-probabilities of each row's tokens but the first, [N - 1] each."""
-        return self._infer(rows, temperature)
-
-    def top_k(self, rows: list[Int32Array], k: int, temperature: float = 1.0) -> list[TopK]:
-        """Return the most likely tokens at the same places, [N - 1, k] each."""
-        found = self._infer(rows, temperature, top_k=k)
-        split = [one.reshape(-1, 2 * k + 1) for one in found]
-        return [
-            TopK(token_ids=one[:, :k].astype(np.int32), logprobs=one[:, k : 2 * k]) for one in split
-        ]
-
-    def _infer(
-        self, rows: list[Int32Array], temperature: float, *, top_k: int = 0
-    ) -> list[Float32Array]:
-        return infer(
+    def score(
+        self, rows: Sequence[Int32Array], *, top_k: int = 0, temperature: float = 1.0
+    ) -> list[Scores]:
+        """Return the scores of each row, from one forward pass."""
+        found = infer(
             Policy(self._network, self._device, temperature),
             [_row(one) for one in rows],
             max_tokens=self._max_tokens,
             ranks=Ranks(0, 1),
             top_k=top_k,
+            with_own=True,
         )
+        return [_with_top_k(one, top_k) if top_k else Scores(logprobs=one) for one in found]
+
+
+def _with_top_k(found: Float32Array, k: int) -> Scores:
+    """Split the array of a row, as `infer` returns it with its own log-probabilities."""
+    own, ids, logprobs, _ = np.split(found.reshape(-1, 2 * k + 2), [1, 1 + k, 1 + 2 * k], axis=1)
+    return Scores(logprobs=own[:, 0], top_k=TopK(token_ids=ids.astype(np.int32), logprobs=logprobs))
 
 
 def _row(token_ids: Int32Array) -> TrainRow:

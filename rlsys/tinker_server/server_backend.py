@@ -50,11 +50,28 @@ class BaseModel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScoreRequest:
+    """Rows of tokens to score with some weights.
+
+    Attributes:
+        weights: The weights.
+        rows: Token ids of each row, [N].
+        top_k: Number of the most likely tokens at each place that are returned too.
+        temperature: Temperature of the log-probabilities.
+    """
+
+    weights: SamplerWeights
+    rows: Sequence[Int32Array]
+    top_k: int = 0
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scores:
     """Log-probabilities of one row's tokens but the first, at one temperature."""
 
     logprobs: Float32Array  # [N - 1]
-    top_k: TopK | None = None
+    top_k: TopK | None = None  # [N - 1, top_k]
 
 
 class Trainer(Protocol):
@@ -117,14 +134,8 @@ class Backend(Protocol):
         Owners take turns.
         """
 
-    async def score(
-        self,
-        weights: SamplerWeights,
-        rows: Sequence[Int32Array],
-        top_k: int,
-        temperature: float,
-    ) -> Sequence[Scores]:
-        """Return the log-probabilities of rows of tokens at a temperature."""
+    async def score(self, request: ScoreRequest) -> Sequence[Scores]:
+        """Return the scores of each row."""
 
     async def close(self) -> None:
         """End all trainers and samplers."""

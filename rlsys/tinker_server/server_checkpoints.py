@@ -27,13 +27,21 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Thread
 from typing import Literal, get_args
 
 from rlsys.common.atomic_files import write_atomically, writing
-from rlsys.common.background_tasks import report, start_thread
 from rlsys.common.manifest import MANIFEST_FILE, check_entry, faults_of, write_manifest
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.tinker_server.api_errors import ApiError
+from rlsys.tinker_server.checkpoint_directories import (
+    copy_tree,
+    directory_before,
+    partial_directory,
+    remove_directories,
+    start_removal,
+    wait_for_removal,
+)
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 CHECKPOINT_KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)
@@ -256,8 +264,8 @@ class ServerCheckpoints:
                 fix="Choose another name, or save with overwrite=True.",
                 status=409,
             )
-        aside = _partial(place)
-        shutil.rmtree(aside, ignore_errors=True)
+        aside = partial_directory(place)
+        await remove_directories(aside)
         try:
             with writing(aside, room=ROOM):
                 aside.mkdir(parents=True)
@@ -267,8 +275,9 @@ class ServerCheckpoints:
                 sync = not description.is_temporary
                 await asyncio.to_thread(write_manifest, aside, sync=sync)
                 self._put(aside, place, ttl_s)
+            await remove_directories(directory_before(place))
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            await remove_directories(aside)
 
     async def copy(self, path: str, model: str, ttl_s: float | None) -> str:
         """Copy a checkpoint to another model and return the new path.
@@ -286,16 +295,16 @@ class ServerCheckpoints:
         async with self._copying:
             if place.exists():
                 return target
-            aside = _partial(place)
-            shutil.rmtree(aside, ignore_errors=True)
+            aside = partial_directory(place)
+            await remove_directories(aside)
             try:
                 with writing(aside, room=ROOM):
-                    await asyncio.to_thread(_copy_tree, source.directory, aside)
+                    await asyncio.to_thread(copy_tree, source.directory, aside)
                     self._put(aside, place, ttl_s)
             except FileNotFoundError:
                 raise _missing(path, "it was deleted while it was copied") from None
             finally:
-                shutil.rmtree(aside, ignore_errors=True)
+                await remove_directories(aside)
         return target
 
     def set_ttl(self, path: str, ttl_s: float | None) -> None:
@@ -312,24 +321,20 @@ class ServerCheckpoints:
     def expire(self) -> None:
         """Delete the checkpoints whose time is over."""
         for directory in [one for one in self._expires if self._is_expired(one)]:
-            self.remove(directory)
+            self.start_removal(directory)
 
-    def remove(self, directory: Path) -> None:
-        """Delete a checkpoint."""
-        for one in (_before(directory), directory):
-            shutil.rmtree(one, ignore_errors=True)
-        self._set_ttl(directory, None)
+    async def remove(self, directory: Path) -> None:
+        """Delete a checkpoint, and wait as `wait_for_removal` does until its files are removed."""
+        await wait_for_removal(self.start_removal(directory))
 
-    def remove_temporary(self, directory: Path) -> None:
-        """Delete a temporary checkpoint. A thread removes its files.
+    def start_removal(self, directory: Path) -> Thread | None:
+        """Delete a checkpoint, and return the thread that removes its files.
 
         The next server removes the files if this one ends before.
         """
-        aside = directory.with_name(f".{directory.name}.removed.partial")
-        with contextlib.suppress(OSError):  # it has expired
-            directory.rename(aside)
+        thread = start_removal(directory_before(directory), directory)
         self._set_ttl(directory, None)
-        start_thread(shutil.rmtree, aside, True, name=f"remove {directory.name}", fail=report)
+        return thread
 
     def all(self) -> list[ServerCheckpoint]:
         """Return the checkpoints of all models, oldest first."""
@@ -362,17 +367,16 @@ class ServerCheckpoints:
         )
 
     def _put(self, aside: Path, place: Path, ttl_s: float | None) -> None:
-        """Rename a complete directory to its place, and remove the former one.
+        """Rename a complete directory to its place, and the former one to `directory_before`.
 
         The lifetime is written before, so that a server that is killed in between leaves no
         checkpoint with another one than requested.
         """
         self._set_ttl(place, ttl_s)
         if place.exists():
-            shutil.rmtree(_before(place), ignore_errors=True)
-            place.rename(_before(place))
+            start_removal(directory_before(place))
+            place.rename(directory_before(place))
         aside.rename(place)
-        shutil.rmtree(_before(place), ignore_errors=True)
 
     def _set_ttl(self, directory: Path, ttl_s: float | None) -> None:
         file = directory.with_name(f".{directory.name}.expires")
@@ -390,8 +394,9 @@ class ServerCheckpoints:
 
     def _where(self, model: str, kind: CheckpointKind, name: str) -> Path:
         place = self._directory / model.replace(":", ".") / kind / name
-        if name and not place.exists() and _before(place).exists():
-            _before(place).rename(place)  # the process was killed between the two renames of _put
+        if name and not place.exists() and directory_before(place).exists():
+            # The process was killed between the two renames of _put.
+            directory_before(place).rename(place)
         return place
 
 
@@ -453,11 +458,6 @@ def _expiry_files(directory: Path) -> Iterator[tuple[Path, Path]]:
         yield file, file.with_name(file.name.removeprefix(".").removesuffix(".expires"))
 
 
-def _partial(place: Path) -> Path:
-    """Return where a checkpoint is written before it is complete."""
-    return place.with_name(f".{place.name}.partial")
-
-
 def _clean(directory: Path) -> None:
     """Remove incomplete and temporary checkpoints, and restore those that were overwritten."""
     for place in directory.glob("*/*/.*.partial"):
@@ -475,26 +475,3 @@ def _clean(directory: Path) -> None:
     for file, place in _expiry_files(directory):
         if not place.exists():
             file.unlink(missing_ok=True)
-
-
-def _copy_tree(source: Path, target: Path) -> None:
-    """Copy a directory. Raise the first OSError of its files, not a list of all."""
-    for folder, _, names in os.walk(source):
-        into = target / Path(folder).relative_to(source)
-        into.mkdir(parents=True, exist_ok=True)
-        for name in names:
-            _link_or_copy(Path(folder, name), into / name)
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        shutil.copy2(source, target)
-
-
-def _before(place: Path) -> Path:
-    """Return where a directory waits until another has replaced it."""
-    return place.with_name(f".{place.name}.before")

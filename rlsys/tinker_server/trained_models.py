@@ -233,7 +233,7 @@ class Models:
             model.task.cancel()
         for one in model.ephemeral:
             assert one.directory is not None
-            self._checkpoints.remove_temporary(one.directory)
+            self._checkpoints.start_removal(one.directory)
 
     async def close(self) -> None:
         """End all tasks and trainers."""

@@ -285,7 +285,7 @@ class Training:
         model.ephemeral.append(newest)
         for one in model.ephemeral[:-NUM_EPHEMERAL]:
             assert one.directory is not None
-            self._checkpoints.remove_temporary(one.directory)
+            self._checkpoints.start_removal(one.directory)
         del model.ephemeral[:-NUM_EPHEMERAL]
 
     def save_weights_external(self, body: Body, digest: bytes) -> str:

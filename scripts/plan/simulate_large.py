@@ -16,7 +16,6 @@ import time
 from rlsys.common.safe_json import dump_json
 from rlsys.config import (
     AsyncConfig,
-    ClusterConfig,
     RolloutConfig,
     RunConfig,
     TrainerConfig,
@@ -65,7 +64,6 @@ def main() -> None:
             asynchrony=AsyncConfig(max_staleness=1),
             rollout=RolloutConfig(num_replicas=given.replicas),
             trainer=TrainerConfig(micro_batch_tokens=16384),
-            cluster=ClusterConfig(call_timeout_s=1e6),
         ),
         grpo(GROUP_SIZE),
         replica=ReplicaModel(

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlsys.common.safe_json import dump_json
-from rlsys.config import AsyncConfig, ClusterConfig, RolloutConfig, RunConfig, TrainerConfig
+from rlsys.config import AsyncConfig, RolloutConfig, RunConfig, TrainerConfig
 from rlsys.dataflow.scheduling.lending import LendingSettings
 from rlsys.planner.hardware import GB, parse_cluster
 from rlsys.planner.lengths import lognormal
@@ -119,7 +119,6 @@ def play(
                 micro_batch_tokens=MICRO_BATCH_TOKENS,
                 layout=f"tp{training_devices}",  # only the number of ranks counts
             ),
-            cluster=ClusterConfig(call_timeout_s=1e6),
         ),
         grpo(size),
         replica=replica,

@@ -23,7 +23,6 @@ import torch
 from rlsys.common.safe_json import dump_json
 from rlsys.config import (
     AsyncConfig,
-    ClusterConfig,
     DataConfig,
     RolloutConfig,
     RunConfig,
@@ -135,7 +134,6 @@ def verl_step(
             asynchrony=asynchrony(threshold, prompts),
             rollout=RolloutConfig(num_replicas=REPLICAS // SCALE),
             trainer=TrainerConfig(micro_batch_tokens=LONGEST * 2),
-            cluster=ClusterConfig(call_timeout_s=1e6),
         ),
         grpo(GROUP_SIZE),
         replica=ReplicaModel(

@@ -1,6 +1,7 @@
 """Long polls: nothing is lost between calls, and results that end together share a call."""
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -59,3 +60,26 @@ def test_an_error_reaches_the_caller_once() -> None:
         assert await poll.within(1.0) == [1]
 
     run_in_virtual_time(run())
+
+
+def test_an_error_after_the_last_call_is_not_logged() -> None:
+    """An engine that is closed fails the collect that waits."""
+    logged: list[dict[str, Any]] = []
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+        is_closed = asyncio.Event()
+
+        async def collect() -> list[int]:
+            await is_closed.wait()
+            raise RuntimeError("closed")
+
+        poll = LongPoll(collect)
+        assert await poll.within(1.0) == []
+        is_closed.set()
+        await asyncio.sleep(1.0)
+        del poll
+        gc.collect()
+
+    run_in_virtual_time(run())
+    assert not logged

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from rlsys.common.manifest import write_manifest
 from rlsys.common.supervision import Policy, RestartPolicy
 from rlsys.errors import InvalidValue
 from rlsys.tinker_server.api_errors import ApiError, PartDied
-from rlsys.tinker_server.server_backend import Scores
+from rlsys.tinker_server.server_backend import ScoreRequest, Scores
 from rlsys.tinker_server.server_checkpoints import ADAPTER_DIRECTORY, SamplerWeights
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
@@ -149,8 +149,17 @@ class Sampler:
         """Return the running requests, once nothing changes any more."""
         for _ in range(50):
             await asyncio.sleep(0)
-        await asyncio.sleep(0.05)  # files are checked in a thread
         return [one.request_id for one in self.worker.running]
+
+
+@pytest.fixture(autouse=True)
+def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check saved weights on the event loop, so that `names` need not wait for a thread."""
+
+    async def at_once(work: Callable[..., Any], *args: Any) -> Any:
+        return work(*args)
+
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
 
 
 def adapter(directory: Path, number: int) -> SamplerWeights:
@@ -302,13 +311,13 @@ def test_scores_that_are_not_finite_fail_alone() -> None:
     async def main() -> None:
         one = Sampler()
         await one.sampler.start()
-        rows = [np.array([1, 2, 3], np.int32)]
+        request = ScoreRequest(weights=BASE, rows=[np.array([1, 2, 3], np.int32)])
         for bad in (np.nan, -np.inf):
             one.worker.scores = [Scores(logprobs=np.array([-1.0, bad], np.float32))]
             with pytest.raises(FloatingPointError):
-                await one.sampler.score(BASE, rows, 0, 1.0)
+                await one.sampler.score(request)
         one.worker.scores = [Scores(logprobs=np.array([-1.0, -2.0], np.float32))]
-        assert await one.sampler.score(BASE, rows, 0, 1.0) == one.worker.scores
+        assert await one.sampler.score(request) == one.worker.scores
         assert (len(one.workers), one.warnings) == (1, [])
         await one.sampler.close()
 
@@ -344,7 +353,7 @@ def test_samplers_that_keep_dying_are_started_by_requests_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> None:
-        policy = Policy(RestartPolicy(2, first_pause_s=0.001))
+        policy = Policy(RestartPolicy(2))  # without pauses
         monkeypatch.setattr("actors.tinker_server.sampler_successor.SAMPLERS", policy)
         one = Sampler()
         await one.sampler.start()

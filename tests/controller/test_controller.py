@@ -761,6 +761,9 @@ def test_a_dead_replicas_requests_go_on_elsewhere_with_what_they_had() -> None:
     assert w.observer.deaths == ["rollout-0"]
     assert w.replicas[0].cleaned_up
     assert w.replicas[1].continued
+    ((num_continued, num_dropped),) = w.observer.unfinished
+    assert num_continued >= len(w.replicas[1].continued)
+    assert num_dropped == 0
     assert w.ledger.num_trained == 8 * 4
 
 
@@ -854,7 +857,9 @@ def test_a_group_that_replicas_die_of_is_dropped() -> None:
     run_in_virtual_time(w.run())
     assert w.ledger.drop_reasons == {"replica died": 1}
     assert w.ledger.num_trained == 8
-    assert len(w.observer.deaths) == 3
+    # Its rollouts continue twice, then they are dropped with it.
+    size = w.config.group_size
+    assert w.observer.unfinished == [(size, 0), (size, 0), (0, size)]
 
 
 @settings(max_examples=examples(15), deadline=None)

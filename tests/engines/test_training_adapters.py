@@ -270,6 +270,9 @@ def test_a_critic_trains_its_head_and_adapters(model_path: Path, tmp_path: Path)
         made.optimizer_step()
     made.export(tmp_path / "hf")
     assert [name for name in made._tensors if "lora_" not in name] == ["score.weight"]
+    shape = model_shape(str(model_path), "value")
+    num_estimated = num_trained(shape, ModelConfig(lora=LORA))
+    assert sum(one.numel() for one in made._tensors.values()) == num_estimated
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
     assert bool(merged.score.weight.any())
     theirs = loaded(model_path, tmp_path / "hf", AutoModelForSequenceClassification)

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
-from rlsys.config.machine import Machine
-from rlsys.launcher import cluster_choice
+from actors.run.capacity import cluster_of_dry_run
+from recipes import ppo
+from rlsys.config import RoleConfig, RolloutConfig, TrainerConfig
+from rlsys.config.machine import Device, Machine
+from rlsys.launcher import cluster_choice, step_prediction
 from rlsys.launcher.cluster_choice import (
     chosen_cluster,
     cluster_of_devices,
@@ -35,6 +38,26 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_gpus = Machine(name="this machine", devices=())
     monkeypatch.setattr(cluster_choice, "this_machine", lambda with_devices: without_gpus)
     save_probe(cpu_probe(cores=4))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (ppo.Config(), "cores"),
+        (ppo.Config(reward_model=RoleConfig(num_gpus=1)), "cores"),
+        (ppo.Config(trainer=TrainerConfig(num_gpus=1)), "1x2xL4"),
+        (ppo.Config(rollout=RolloutConfig(num_gpus=1)), "1x2xL4"),
+    ],
+)
+def test_a_dry_run_predicts_for_the_devices_of_the_policy(
+    config: ppo.Config, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_prediction, "cores_of_this_machine", lambda: "cores")
+    cards = Machine(name="this machine", devices=(Device(name="NVIDIA L4", num_bytes=1),) * 2)
+    assert cluster_of_dry_run(config, True, [cards]) == expected
+    assert cluster_of_dry_run(config, True, None) == ""
+    named = "" if expected == "cores" else "2xL4"
+    assert cluster_of_dry_run(config, "2xL4", None) == named
 
 
 @pytest.mark.parametrize(

@@ -19,45 +19,18 @@ from rlsys.planner.model_config import architecture_from_config
 from rlsys.planner.plan_request import read_architecture
 from tests.errors import invalid
 from tests.planner.json_damage import damaged
+from tests.planner.small_configs import DEEPSEEK, GPT, QWEN_MOE, SIZES
 
 DENSE: dict[str, Any] = {
+    **SIZES,
     "model_type": "qwen2",
-    "hidden_size": 64,
-    "intermediate_size": 96,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 16,
-    "vocab_size": 128,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
     "attention_bias": True,
     "mlp_bias": False,
 }
-MOE = {
-    **DENSE,
-    "model_type": "qwen3_moe",
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [0],
-    "shared_expert_intermediate_size": 32,
-}
-MLA = {
-    **DENSE,
-    "model_type": "deepseek_v3",
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-}
+MOE = {**DENSE, **QWEN_MOE, "mlp_only_layers": [0], "shared_expert_intermediate_size": 32}
+MLA = {**DENSE, **DEEPSEEK}
 WINDOWS = {
     **DENSE,
     "model_type": "gemma3_text",
@@ -90,15 +63,6 @@ HYBRID = {
     "layer_types": ["mamba", "attention", "attention", "attention"],
     "sliding_window": 32,
 }
-GPT = {
-    "model_type": "gpt2",
-    "n_embd": 64,
-    "n_layer": 3,
-    "n_head": 4,
-    "n_inner": None,
-    "vocab_size": 128,
-    "n_positions": 256,
-}
 FALCON = {
     **{name: DENSE[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")},
     "model_type": "falcon",
@@ -119,7 +83,7 @@ ERNIE = {
     "moe_layer_end_index": -1,
     "moe_layer_interval": 2,
 }
-CONFIGS = (ERNIE, DENSE, MOE, MLA, WINDOWS, MIXED, HYBRID, GPT, FALCON, VISION)
+CONFIGS = (ERNIE, DENSE, MOE, MLA, WINDOWS, MIXED, HYBRID, {**GPT, "n_inner": None}, FALCON, VISION)
 
 # Fields that every reading of DENSE needs, or uses if they are there.
 NUMBERS = [name for name, value in DENSE.items() if type(value) is int]
@@ -218,7 +182,7 @@ def test_a_missing_size_is_not_guessed(name: str) -> None:
 def test_null_is_the_default_of_a_size_that_has_one() -> None:
     model = architecture_from_config({**DENSE, "num_key_value_heads": None, "head_dim": None})
     assert (model.kv_heads, model.head_dim) == (4, 64 // 4)
-    assert architecture_from_config(GPT).ffn == 4 * 64
+    assert architecture_from_config({**GPT, "n_inner": None}).ffn == 4 * 64
 
 
 def test_counts_contradict_each_other() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,53 +18,11 @@ from rlsys.planner.model_config import (
     named_model,
 )
 from tests.errors import invalid
+from tests.planner.small_configs import DEEPSEEK, GPT, QWEN_MOE, SIZES
 
-DENSE: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-}
-MOE = {
-    **DENSE,
-    "model_type": "qwen3_moe",
-    "head_dim": 16,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
-MLA = {
-    **DENSE,
-    "model_type": "deepseek_v3",
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-    "n_group": 2,
-    "topk_group": 1,
-}
-GPT: dict[str, Any] = {
-    "model_type": "gpt2",
-    "n_embd": 64,
-    "n_layer": 3,
-    "n_head": 4,
-    "vocab_size": 128,
-    "n_positions": 256,
-}
+DENSE: dict[str, Any] = {**SIZES, "model_type": "llama", "num_hidden_layers": 3}
+MOE = {**DENSE, **QWEN_MOE, "head_dim": 16, "mlp_only_layers": []}
+MLA = {**DENSE, **DEEPSEEK, "num_key_value_heads": 4, "n_group": 2, "topk_group": 1}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": DENSE,
     "llama-tied": {**DENSE, "tie_word_embeddings": True},
@@ -118,6 +77,16 @@ def test_the_matrices_of_a_dense_model() -> None:
     assert model.layer_parameters == matrices
     assert model.parameters == matrices + 2 * 128 * 64 + 3 * 2 * 64 + 64
     assert model.active_parameters == matrices + 128 * 64
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_scalar_head_has_a_matrix_of_its_own(tied: bool) -> None:
+    model = architecture_from_config({**DENSE, "tie_word_embeddings": tied})
+    critic = replace(model, has_scalar_head=True)
+    assert critic.head == Gemm("head", 1, 64, "none")
+    embeddings = 128 * 64 * (1 if tied else 2)
+    assert critic.parameters == model.parameters - embeddings + 128 * 64 + 64
+    assert critic.active_parameters == critic.layer_parameters + 64
 
 
 def test_the_matrices_of_a_model_with_experts() -> None:

@@ -144,6 +144,10 @@ def test_the_command_of_a_run_with_several_models_runs_its_plan(
     plan = plan_of(config, ppo(config, [lambda rollout: 0.0]))
     assert plan == found[0].plans[0].ranked.plan
     assert plan.trainers["critic"].lora_rank == 8
+    assert {role.name for role in found[0].shape.roles if role.model.has_scalar_head} == {
+        "critic",
+        "reward_model",
+    }
     assert plan.num_gpus <= 8
 
 

@@ -110,6 +110,15 @@ def test_adapters_keep_their_base_in_the_precision_of_the_computation() -> None:
     assert wide == {"weights": 4 * model.parameters, "adapters": 12 * 43_646_976}
 
 
+def test_a_scalar_head_is_trained_beside_adapters() -> None:
+    """The head has 4,096 inputs. A token has one output instead of logits."""
+    model, constants = replace(named_model("Qwen3-8B"), has_scalar_head=True), fitted_constants()
+    plan = TrainingPlan(lora_rank=16, row_tokens=8192)
+    assert rank_states(model, H100, plan)["adapters"] == 16 * (43_646_976 + 4096)
+    need = rank_memory(model, H100, plan, constants)
+    assert need.breakdown["logits"] == constants["logit_bytes"] * 8192
+
+
 def test_a_rank_has_the_logits_of_one_chunk() -> None:
     """2^28 logits, 1 GiB in float32, on GPUs: 1,766 tokens of Qwen3's 151,936."""
     model, constants = named_model("Qwen3-8B"), fitted_constants()

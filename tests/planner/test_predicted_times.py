@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from rlsys.planner.decode_time import decode_step_time, prefill_time
 from rlsys.planner.hardware import cluster_of, gpu_named, parse_cluster
+from rlsys.planner.kernels import kernels_of
 from rlsys.planner.lengths import fixed, lognormal
 from rlsys.planner.model_config import named_model
 from rlsys.planner.plans import GenerationPlan, TrainingPlan, Workload
@@ -101,6 +103,26 @@ def test_experts_cost_more_than_their_arithmetic() -> None:
     assert 0.03 < used < 0.4
     uneven = train_step_time(MOE, NODE, replace(plan, balanced_routing=True))
     assert uneven.seconds < found.seconds
+
+
+def test_a_frozen_head_has_no_weight_gradient() -> None:
+    """Compare heads of V and V / 2 outputs: both have a forward product and an input gradient."""
+    plan, cluster = TrainingPlan(row_tokens=4096), parse_cluster("H100")
+
+    def products(vocab: int, lora_rank: int) -> float:
+        model = replace(LLAMA, vocab=vocab)
+        found = train_step_time(model, cluster, replace(plan, lora_rank=lora_rank))
+        return found.breakdown["products"]
+
+    def added(seconds: Callable[[int], float]) -> float:
+        return seconds(128_256) - seconds(64_128)
+
+    gemm = kernels_of(cluster.gpu).gemm
+    weight = added(lambda vocab: gemm(vocab, 4096, 4096))
+    others = added(lambda vocab: gemm(4096, vocab, 4096) + gemm(4096, 4096, vocab))
+    trained = added(lambda vocab: products(vocab, 0))
+    adapted = added(lambda vocab: products(vocab, 16))
+    assert trained / adapted == pytest.approx((weight + others) / others)
 
 
 def test_a_plan_that_does_not_fit_the_model_is_refused() -> None:

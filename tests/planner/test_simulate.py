@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 import rlsys
 from rlsys.config import (
     AsyncConfig,
-    ClusterConfig,
     DataConfig,
     RolloutConfig,
     RunConfig,
@@ -124,7 +123,6 @@ def run(
             placement=placement,
             rollout=RolloutConfig(num_replicas=num_replicas, borrow=borrow),
             trainer=TrainerConfig(micro_batch_tokens=1 << 20),
-            cluster=ClusterConfig(call_timeout_s=1e6),
         ),
         flow or grpo(),
         replica=ReplicaModel(costs=costs, cache_tokens=cache_tokens, max_running=1 << 20),
@@ -149,6 +147,13 @@ def test_a_synchronous_step_is_generation_then_training_then_the_new_weights() -
     assert result.step_s == pytest.approx([20 + 0.1 * tokens + 1.0 + 0.5 + 0.25] * 4)
     assert result.trained_tokens == [GROUPS * GROUP_SIZE * 20] * 4
     assert set(result.staleness) == {0}
+
+
+def test_time_limits_of_calls_do_not_end_a_slow_plan() -> None:
+    """Rollouts of 3,000 s, and micro-batches of 100 s per token, beyond cluster.call_timeout_s."""
+    result = run(SEQUENTIAL, costs=Costs(token_s=100.0), lengths=[3000])
+    tokens = GROUPS * (PROMPT + GROUP_SIZE * 3000)
+    assert result.step_s == pytest.approx([3000 + 100 * tokens + 1.0 + 0.5] * 4)
 
 
 def test_an_asynchronous_step_takes_as_long_as_its_slower_half() -> None:

@@ -11,9 +11,15 @@ import numpy as np
 
 from rlsys.tinker_server.datum_rows import DataRows, ModelLimits
 from rlsys.tinker_server.protobuf_messages import TopK
-from rlsys.tinker_server.server_backend import BaseModel, PassResult, Scores, StepParams
+from rlsys.tinker_server.server_backend import (
+    BaseModel,
+    PassResult,
+    ScoreRequest,
+    Scores,
+    StepParams,
+)
 from rlsys.tinker_server.server_checkpoints import SamplerWeights
-from rlsys.types import FinishReason, Generation, GenerationRequest, Int32Array, TrainRow
+from rlsys.types import FinishReason, Generation, GenerationRequest, TrainRow
 
 
 class FakeTrainer:
@@ -117,17 +123,12 @@ class FakeBackend:
             for one in requests
         ]
 
-    async def score(
-        self,
-        weights: SamplerWeights,
-        rows: Sequence[Int32Array],
-        top_k: int,
-        temperature: float,
-    ) -> Sequence[Scores]:
+    async def score(self, request: ScoreRequest) -> Sequence[Scores]:
         """Return −1 / temperature, −2 / temperature, ... as the numbers of each row."""
         found = []
-        for one in rows:
-            logprobs = -np.arange(1, len(one), dtype=np.float32) / temperature
+        top_k = request.top_k
+        for one in request.rows:
+            logprobs = -np.arange(1, len(one), dtype=np.float32) / request.temperature
             top = None
             if top_k:
                 top = TopK(

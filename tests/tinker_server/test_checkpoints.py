@@ -6,20 +6,23 @@ import asyncio
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlsys.common.atomic_files import DiskError
 from rlsys.common.manifest import faults_of, write_manifest
-from rlsys.tinker_server import server_checkpoints
+from rlsys.tinker_server import checkpoint_directories
 from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.server_checkpoints import SavedModel, ServerCheckpoints, check_undamaged
 from tests.tinker_server.clocks import Clock
 from tests.tinker_server.refusals import refused
 
+LIMIT_S = 60.0
 SAVED = SavedModel(base_model="tiny", lora="r8a32", version=3)
 
 
@@ -125,7 +128,7 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
     with refused("path", path) as error:
         asyncio.run(check_undamaged(path, directory))
     assert "state has another" in error.value.rule
-    checkpoints.remove(directory)
+    asyncio.run(checkpoints.remove(directory))
     with refused("path", path, status=404):
         asyncio.run(check_undamaged(path, directory))
 
@@ -153,7 +156,7 @@ def test_a_kill_before_the_state_before_is_removed_leaves_the_new_one(tmp_path: 
     save(checkpoints, path, "3", overwrite=True)
     assert (checkpoints.parse(path, "weights")[1] / "state").read_text() == "3"
     shutil.copytree(directory, before)
-    checkpoints.remove(directory)
+    asyncio.run(checkpoints.remove(directory))
     assert not checkpoints.exists(path, "weights")
 
 
@@ -225,11 +228,11 @@ def test_a_temporary_checkpoint_is_gone_before_its_files_are(
     directory = save_for_sampler(checkpoints, "step-000001-1", is_temporary=True)
     threads: list[Callable[[], object]] = []
     monkeypatch.setattr(
-        server_checkpoints,
+        checkpoint_directories,
         "start_thread",
         lambda run, *args, **_: threads.append(lambda: run(*args)),
     )
-    checkpoints.remove_temporary(directory)
+    checkpoints.start_removal(directory)
     assert not directory.exists()
     assert not checkpoints.of_model("m")
     assert len(list((tmp_path / "server").rglob("weights"))) == 1
@@ -238,8 +241,58 @@ def test_a_temporary_checkpoint_is_gone_before_its_files_are(
     assert not list(killed.rglob("weights"))
     threads[0]()
     assert not list((tmp_path / "server").rglob("weights"))
-    checkpoints.remove_temporary(directory)  # it has expired
-    threads[1]()
+    checkpoints.start_removal(directory)  # it has expired
+    assert len(threads) == 1
+
+
+def test_other_requests_run_while_the_files_of_a_checkpoint_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = ServerCheckpoints(tmp_path)
+    path = checkpoints.path("m", "weights", "a")
+    save(checkpoints, path, "1")
+    begins, goes_on, remove_tree = threading.Event(), threading.Event(), shutil.rmtree
+
+    def slowly(directory: Path, **options: Any) -> None:
+        begins.set()
+        assert goes_on.wait(LIMIT_S)
+        remove_tree(directory, **options)
+
+    async def main() -> None:
+        removal = asyncio.create_task(checkpoints.remove(checkpoints.get(path).directory))
+        assert await asyncio.to_thread(begins.wait, LIMIT_S)
+        assert not checkpoints.exists(path, "weights")
+        assert not removal.done()
+        goes_on.set()
+        await removal
+
+    monkeypatch.setattr(shutil, "rmtree", slowly)
+    asyncio.run(main())
+    assert not list(tmp_path.rglob("state"))
+
+
+def test_a_request_does_not_wait_for_a_removal_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name is free at once, and a later removal does not touch what is saved under it."""
+    checkpoints = ServerCheckpoints(tmp_path)
+    path = checkpoints.path("m", "weights", "a")
+    save(checkpoints, path, "1")
+    goes_on, removed, remove_tree = threading.Event(), threading.Event(), shutil.rmtree
+
+    def slowly(directory: Path, **options: Any) -> None:
+        assert goes_on.wait(LIMIT_S)
+        remove_tree(directory, **options)
+        removed.set()
+
+    monkeypatch.setattr(shutil, "rmtree", slowly)
+    monkeypatch.setattr(checkpoint_directories, "REMOVAL_WAIT_S", 0.01)
+    asyncio.run(checkpoints.remove(checkpoints.get(path).directory))
+    save(checkpoints, path, "2")
+    goes_on.set()
+    assert removed.wait(LIMIT_S)
+    (state,) = tmp_path.rglob("state")
+    assert (checkpoints.get(path).directory / "state", state.read_text()) == (state, "2")
 
 
 def test_a_second_server_of_a_directory_removes_nothing_of_the_first(tmp_path: Path) -> None:
@@ -323,9 +376,17 @@ def test_a_checkpoint_expires_also_after_a_restart(tmp_path: Path) -> None:
     with pytest.raises(ApiError) as refused:
         checkpoints.parse(path, "weights")
     assert refused.value.status == 404
-    checkpoints.expire()
+    for thread in started_threads(checkpoints.expire):
+        thread.join(LIMIT_S)
     files = sorted(one.name for one in (tmp_path / "m.1" / "weights").iterdir())
     assert files == ["kept"]
+
+
+def started_threads(work: Callable[[], None]) -> set[threading.Thread]:
+    """Run `work` and return the threads that it has started."""
+    before = set(threading.enumerate())
+    work()
+    return set(threading.enumerate()) - before
 
 
 def test_saving_again_replaces_the_time_to_live(tmp_path: Path) -> None:
@@ -353,7 +414,7 @@ def test_a_copy_is_a_checkpoint_of_its_own(tmp_path: Path) -> None:
     copied = asyncio.run(checkpoints.copy(path, "copy-1", None))
     assert copied == "tinker://copy-1/weights/a"
     assert asyncio.run(checkpoints.copy(path, "copy-1", None)) == copied
-    checkpoints.remove(checkpoints.get(path).directory)
+    asyncio.run(checkpoints.remove(checkpoints.get(path).directory))
     _, directory = checkpoints.parse(copied, "weights")
     asyncio.run(check_undamaged(copied, directory))
     assert (directory / "state").read_text() == "1"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rlsys.tinker_server.call_engine import AdamStep, PrimitiveEngine, summed
 from rlsys.tinker_server.datum_rows import DataRows, ModelLimits, rows_of
 from rlsys.tinker_server.protobuf_messages import WireDatum
 from rlsys.tinker_server.saved_weights import SequenceScorer, saved_tensors
+from rlsys.tinker_server.server_backend import Scores
 from tests.engines.published import read_all
 from tests.engines.training_harness import VOCABULARY, tiny_model
 from tests.errors import invalid
@@ -253,22 +255,48 @@ def test_samplers_read_the_published_weights(
     whole = [
         np.append(one.token_ids, one.tensors["target_tokens"][-1]).astype(np.int32) for one in sent
     ]
-    for number, logprobs in enumerate(scorer.logprobs(whole)):
-        np.testing.assert_allclose(logprobs, looked.logprobs[number], atol=atol)
-    (top,) = scorer.top_k(whole[:1], 2)
-    assert (top.logprobs[:, 0] >= top.logprobs[:, 1]).all()
+    scores = scorer.score(whole)
+    for number, one in enumerate(scores):
+        np.testing.assert_allclose(one.logprobs, looked.logprobs[number], atol=atol)
+    with counted_passes() as passes:
+        with_top = scorer.score(whole, top_k=2)
+    assert passes == [1]
+    for one, other in zip(scores, with_top, strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=atol)
+    top, _ = top_of(with_top[0])
+    assert (top[:, 0] >= top[:, 1]).all()
     # Temperature 2: log p_2 = log p / 2 − log(sum of sqrt(p)).
-    (every,) = scorer.top_k(whole[:1], VOCABULARY)
-    normalizer = np.log(np.exp(every.logprobs / 2).sum(1, keepdims=True))
-    (warm,) = scorer.top_k(whole[:1], VOCABULARY, 2.0)
-    np.testing.assert_allclose(warm.logprobs, every.logprobs / 2 - normalizer, atol=atol)
-    (own,) = scorer.logprobs(whole[:1], 2.0)
-    found = warm.logprobs[warm.token_ids == whole[0][1:, None]]
-    np.testing.assert_allclose(own, found, atol=atol)
+    every, _ = top_of(scorer.score(whole[:1], top_k=VOCABULARY)[0])
+    normalizer = np.log(np.exp(every / 2).sum(1, keepdims=True))
+    (warmer,) = scorer.score(whole[:1], top_k=VOCABULARY, temperature=2.0)
+    warm, token_ids = top_of(warmer)
+    np.testing.assert_allclose(warm, every / 2 - normalizer, atol=atol)
+    found = warm[token_ids == whole[0][1:, None]]
+    np.testing.assert_allclose(warmer.logprobs, found, atol=atol)
     scorer.take("base", None)
     _, base = reference(model_path, sent[:1])
-    np.testing.assert_allclose(scorer.logprobs(whole[:1])[0], base[0].detach(), atol=atol)
+    np.testing.assert_allclose(scorer.score(whole[:1])[0].logprobs, base[0].detach(), atol=atol)
     engine.close()
+
+
+@contextmanager
+def counted_passes() -> Iterator[list[int]]:
+    """Yield a list whose only entry counts the forward passes of models."""
+    count, look_up = [0], torch.nn.Embedding.forward
+
+    def counted(self: torch.nn.Embedding, token_ids: torch.Tensor) -> torch.Tensor:
+        count[0] += 1
+        return look_up(self, token_ids)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Embedding, "forward", counted)
+        yield count
+
+
+def top_of(scores: Scores) -> tuple[np.ndarray, np.ndarray]:
+    """Return the log-probabilities [N - 1, k] and ids of the most likely tokens."""
+    assert scores.top_k is not None
+    return scores.top_k.logprobs, scores.top_k.token_ids
 
 
 def test_layouts_and_precisions_that_cannot_answer_are_refused(model_path: Path) -> None:

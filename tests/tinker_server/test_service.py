@@ -369,7 +369,7 @@ def test_a_checkpoint_that_is_deleted_while_its_load_waits_is_reported(tmp_path:
         path = f"tinker://{server.model}/weights/a"
         body = {"session_id": server.session, "model_seq_id": 1, "path": path}
         loading = server.service.training.load_weights(body, b"load")
-        server.service.management.delete(path)
+        await server.service.management.delete(path)
         failure = await server.failure(loading)
         assert failure.category == "user"
         assert failure.message.startswith(f"path={path!r}: ")

@@ -604,6 +604,7 @@ class Record:
     refused: list[Mapping[str, Sequence[float]]] = field(default_factory=list)
     missing: list[tuple[tuple[str, ...], tuple[str, ...], int]] = field(default_factory=list)
     deaths: list[str] = field(default_factory=list)
+    unfinished: list[tuple[int, int]] = field(default_factory=list)  # continued, dropped
     joined: list[str] = field(default_factory=list)
     restarts: list[str] = field(default_factory=list)
     waited_s: defaultdict[tuple[str, str], float] = field(
@@ -654,9 +655,10 @@ class Record:
         """Add up waiting times."""
         self.waited_s[stage, reason] += seconds
 
-    def replica_died(self, name: str, reason: str, *, num_requests: int) -> None:
-        """Keep the name of a replica."""
+    def replica_died(self, name: str, reason: str, *, num_continued: int, num_dropped: int) -> None:
+        """Keep the name of a replica, and its unfinished rollouts."""
         self.deaths.append(name)
+        self.unfinished.append((num_continued, num_dropped))
 
     def replica_joined(self, name: str, *, version: int) -> None:
         """Keep the name of a replica."""

@@ -32,13 +32,20 @@ from rlsys.types import Float32Array, TrainRow
 
 
 def infer(
-    role: Role, rows: Sequence[TrainRow], *, max_tokens: int, ranks: Ranks, top_k: int = 0
+    role: Role,
+    rows: Sequence[TrainRow],
+    *,
+    max_tokens: int,
+    ranks: Ranks,
+    top_k: int = 0,
+    with_own: bool = False,
 ) -> list[Float32Array]:
     """Return log-probabilities or values [T], or a score [1], of each row, without gradient.
 
     Loss masks and columns are ignored. With `top_k`, a Policy returns the likeliest tokens [T * (2
-    top_k + 1)]. Tokens without a predecessor (rlsys.engines.models.branches) get zeros. A
-    collective: every rank gives its share of rows, which may be empty.
+    top_k + 1)], and `with_own` puts the log-probability of the row's token before those of each
+    place, [T * (2 top_k + 2)]. Tokens without a predecessor (rlsys.engines.models.branches) get
+    zeros. A collective: every rank gives its share of rows, which may be empty.
     """
     found = [np.zeros(role.num_inferred(row), np.float32) for row in rows]
     indices = [index for index, array in enumerate(found) if len(array)]
@@ -48,7 +55,7 @@ def infer(
         passes += [[]] * (ranks.max(len(passes)) - len(passes))
         of_passes = [[chosen_rows[index] for index in chosen] for chosen in passes]
         if top_k and isinstance(role, Policy):
-            outputs = role.infer_likeliest(of_passes, top_k)
+            outputs = role.infer_likeliest(of_passes, top_k, with_own=with_own)
         else:
             outputs = role.infer(of_passes)
         for chosen, numbers in zip(passes, outputs, strict=True):

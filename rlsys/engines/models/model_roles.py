@@ -240,11 +240,15 @@ class Policy(Role):
         return losses, values
 
     def infer_likeliest(
-        self, passes: Sequence[Sequence[TrainRow]], top_k: int
+        self, passes: Sequence[Sequence[TrainRow]], top_k: int, *, with_own: bool
     ) -> Iterator[torch.Tensor]:
-        """Yield [tokens, 2 top_k + 1] per micro-batch, as TokenPolicy.likeliest returns them."""
+        """Yield [tokens, 2 top_k + 1] per micro-batch, as TokenPolicy.likeliest returns them.
+
+        `with_own` puts the log-probability of the row's token before each distribution.
+        """
         for rows in passes:
-            yield self.network.likeliest(self._whole(rows), self._temperature, top_k)
+            own, found = self.network.likeliest(self._whole(rows), self._temperature, top_k)
+            yield torch.cat((own[:, None], found), dim=-1) if with_own else found
 
     def _output(self, batch: CollatedBatch, received: torch.Tensor | None) -> torch.Tensor:
         found = self.run(batch, received, with_entropy=False)

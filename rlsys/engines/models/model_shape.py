@@ -26,6 +26,7 @@ class ModelShape:
     num_parameters: int
     buffer_bytes: int  # of buffers that are saved with the model
     linear_layers: Mapping[str, int]  # adaptable layers: inputs plus outputs, by name
+    scalar_head: int = 0  # parameters of a head with one output, which is trained beside adapters
     kv_values_per_token: int  # elements of keys and values over all layers
     max_context: int
     config: Any  # the Hugging Face configuration
@@ -40,7 +41,7 @@ def model_shape(path: str, head: Head = "logits", *, setting: str = "model.path"
 
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rlsys.engines.models.scalar_lm import scalar_class
+    from rlsys.engines.models.scalar_lm import scalar_class, scalar_head
     from rlsys.engines.training.adapters import adaptable_layers
 
     try:
@@ -50,6 +51,7 @@ def model_shape(path: str, head: Head = "logits", *, setting: str = "model.path"
             if head == "logits":
                 model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
             else:
+                config.num_labels = 1  # as load_scalar_lm reads it
                 model = scalar_class(config)(config)
         text = config.get_text_config()
         num_heads = largest(text, "num_attention_heads", default=1)
@@ -65,6 +67,7 @@ def model_shape(path: str, head: Head = "logits", *, setting: str = "model.path"
             fix="Give a Hugging Face model directory or hub name.",
         ) from error
     num = num_parameters(model)
+    score = scalar_head(model)
     require(
         num <= MAX_PARAMETERS,
         setting,
@@ -83,6 +86,7 @@ def model_shape(path: str, head: Head = "logits", *, setting: str = "model.path"
         linear_layers={
             name: sum(module.weight.shape) for name, module in adaptable_layers(model).items()
         },
+        scalar_head=0 if score is None else score.numel(),
         kv_values_per_token=kv_values_per_token,
         max_context=context_length(config),
         config=config,

@@ -95,15 +95,18 @@ class TokenPolicy(nn.Module):
         own = logprobs[:, 0].clone()  # FSDP2 does not support outputs that are views of others
         return batch.spread(own), batch.spread(entropy), of_candidates
 
-    def likeliest(self, batch: CollatedBatch, temperature: float, top_k: int) -> torch.Tensor:
-        """Return the top-k distribution at each target, [N, 2 top_k + 1].
+    def likeliest(
+        self, batch: CollatedBatch, temperature: float, top_k: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the targets' log-probabilities [N] and top-k distributions [N, 2 top_k + 1].
 
-        A row has the ids of the likeliest tokens, their log-probabilities, and the log-probability
-        of all other tokens together, -inf if there are none.
+        A distribution has the ids of the likeliest tokens, their log-probabilities, and the
+        log-probability of all other tokens together, -inf if there are none.
         """
         hidden, _ = hidden_states(self.model, batch, self._row_limit)
-        (found,) = self._scored(partial(_likeliest, top_k), temperature, hidden)
-        return batch.spread(found)
+        score = partial(_likeliest, top_k)
+        own, found = self._scored(score, temperature, hidden, batch.targets)
+        return batch.spread(own), batch.spread(found)
 
     def _score(
         self,
@@ -147,13 +150,14 @@ def _logits(head: Head, hidden: torch.Tensor, temperature: float) -> torch.Tenso
 
 
 def _likeliest(
-    top_k: int, head: Head, hidden: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor]:
+    top_k: int, head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     logprobs = torch.log_softmax(_logits(head, hidden, temperature), dim=-1)
+    own = -F.nll_loss(logprobs, targets, reduction="none")
     best = logprobs.topk(top_k, dim=-1)
     others = logprobs.scatter(-1, best.indices, -torch.inf).logsumexp(-1, keepdim=True)
     # Ids of a float32 column are exact below 2^24.
-    return (torch.cat((best.indices.float(), best.values, others), dim=-1),)
+    return own, torch.cat((best.indices.float(), best.values, others), dim=-1)
 
 
 def token_logprobs(

@@ -171,12 +171,17 @@ class Recorder:
             "raise group_size or sampling.temperature."
         )
 
-    def replica_died(self, name: str, reason: str, *, num_requests: int) -> None:
-        """Warn that a replica has died."""
+    def replica_died(self, name: str, reason: str, *, num_continued: int, num_dropped: int) -> None:
+        """Warn that a replica has died, and report its unfinished rollouts."""
         self._num_deaths += 1
         self._tracer.instant("controller", "replica died", replica=name)
-        moved = f"; its {num_requests} rollouts continue on other replicas" if num_requests else ""
-        self._console.warn(f"{reason}{moved}")
+        outcomes = {
+            "moved to other replicas": num_continued,
+            "dropped with their groups": num_dropped,
+        }
+        parts = [f"{num:,} {outcome}" for outcome, num in outcomes.items() if num]
+        unfinished = f"; unfinished rollouts: {', '.join(parts)}" if parts else ""
+        self._console.warn(f"{reason}{unfinished}")
 
     def replica_joined(self, name: str, *, version: int) -> None:
         """Record that a replica has joined."""

@@ -113,6 +113,33 @@ def test_a_metric_that_is_not_finite_is_left_out_with_one_warning(
     assert "my/odds=inf of step 2" in warnings[0]
 
 
+@pytest.mark.parametrize(
+    ("num_continued", "num_dropped", "expected"),
+    [
+        (0, 0, ""),
+        (5, 0, "; unfinished rollouts: 5 moved to other replicas"),
+        (0, 4, "; unfinished rollouts: 4 dropped with their groups"),
+        (
+            1234,
+            4,
+            "; unfinished rollouts: 1,234 moved to other replicas, 4 dropped with their groups",
+        ),
+    ],
+)
+def test_a_death_is_reported_with_what_follows_for_its_rollouts(
+    num_continued: int, num_dropped: int, expected: str
+) -> None:
+    warnings: list[str] = []
+    watcher = recorder_of(console=SimpleNamespace(warn=warnings.append))
+    watcher.replica_died(
+        "rollout-1",
+        "rollout-1 died: out of memory",
+        num_continued=num_continued,
+        num_dropped=num_dropped,
+    )
+    assert warnings == [f"rollout-1 died: out of memory{expected}"]
+
+
 def test_refused_groups_are_reported_at_growing_intervals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
