@@ -99,6 +99,21 @@ def test_a_dry_run_predicts_what_the_start_records(
     assert not any(part in out for part in ("other node", "CUDA", "warning"))
 
 
+def test_weights_from_gpu_to_gpu_are_named_and_counted(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(
+        model,
+        tmp_path,
+        trainer=rlsys.TrainerConfig(num_gpus=1),
+        rollout=rlsys.RolloutConfig(num_gpus=1, weight_transport="cuda_ipc"),
+    )
+    out, _ = printed(capfd, config, works, "2x2xH100")
+    assert re.search(r"^# +on GPUs .*per rank, for CUDA IPC", out, re.MULTILINE)
+    assert re.search(r"^# to replicas on the trainer's node .*CUDA IPC", out, re.MULTILINE)
+    assert re.search(r"^# to each other node with replicas .*gloo", out, re.MULTILINE)
+
+
 def test_a_model_that_cannot_be_read_is_planned_by_its_shape(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
