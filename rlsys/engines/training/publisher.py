@@ -79,7 +79,9 @@ class Publisher:
         )
         self._stage = StagingBuffer([], rank=ranks.rank, node=node)
         self._device = device
-        self._device_stage = device and DeviceStage(device, rank=ranks.rank, node=node)
+        self._device_stage = (
+            None if device is None else DeviceStage(device, rank=ranks.rank, node=node)
+        )
         self._report = report
         self._reported: set[str] = set()
         self._zero_copy: ZeroCopyWeights | None = None
