@@ -196,7 +196,7 @@ class Worker(PlatformWorker):
         before, self._update = self._update, None
         if before is not None:
             before.release()
-        self._update = Update(self._updater, manifest)
+        self._update = Update(self._updater, manifest, self.device)
 
     def rlsys_is_prepared(self) -> bool | tuple[str, str]:
         """Return whether the version is ready, or the name and text of one of UPDATE_ERRORS.
@@ -234,14 +234,14 @@ class Worker(PlatformWorker):
 class Update:
     """A version of the weights that a thread prepares while the worker continues."""
 
-    def __init__(self, updater: Updater, manifest: WeightManifest) -> None:
+    def __init__(self, updater: Updater, manifest: WeightManifest, device: torch.device) -> None:
         self._weights = Weights(manifest)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rlsys-update")
-        self._switch = self._thread.submit(self._prepare, updater)
+        self._switch = self._thread.submit(self._prepare, updater, device)
 
-    def _prepare(self, updater: Updater) -> Switch | tuple[str, str]:
+    def _prepare(self, updater: Updater, device: torch.device) -> Switch | tuple[str, str]:
         try:
-            self._weights.open_on(shared_device("cpu" if current_platform.is_cpu() else "cuda"))
+            self._weights.open_on(shared_device(device))
         except tuple(UPDATE_ERRORS.values()) as error:
             return type(error).__name__, str(error)
         return updater.prepare(self._weights)
