@@ -298,10 +298,19 @@ class StepResult:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceHandle:
+    """Memory of a GPU that other processes of its node can open."""
+
+    handle: bytes
+    num_bytes: int
+    owner: int  # id of the process that allocated it
+
+
+@dataclass(frozen=True, kw_only=True)
 class WeightShare:
     """The part of a model version that one rank of a trainer has staged in memory of its node.
 
-    The memory starts with a table of its tensors (rlsys.reallocation.transport.staging).
+    The memory starts with a table of its tensors (rlsys.reallocation.transport.share_layout).
     """
 
     version: int
@@ -310,6 +319,12 @@ class WeightShare:
     path: str
     num_bytes: int
     checksum: int  # of the digests of the bytes and of the table
+    on_device: DeviceHandle | None = None  # memory of the tensors if they do not follow the table
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the memory at `path`."""
+        return self.num_bytes - (self.on_device.num_bytes if self.on_device else 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ from rlsys.engines.generation.weight_switch import WeightSwitch
 from rlsys.environments.workers.generation_broker import Ask, GenerationBroker, Refused
 from rlsys.reallocation.transport.group_transport import GroupReceiver
 from rlsys.reallocation.transport.link_epochs import Link
+from rlsys.reallocation.transport.shared_device import DeviceSharingError
 from rlsys.reallocation.transport.staging import DamagedWeightsError
 from rlsys.reallocation.transport.weight_deltas import Inbox, WeightDelta, WeightOffer
 from rlsys.reallocation.transport.weight_views import Weights
@@ -551,6 +552,8 @@ class RayReplica:
                 local = await self._on_node(manifest)
                 try:
                     pause_s: float = await self.worker.call("update_weights", local)
+                except DeviceSharingError as error:
+                    self._publisher.imports.refuse_devices(f"{self.name}: {error}")
                 except FileNotFoundError:
                     if not self._publisher.imports.take_over(self.node_id, local, self.worker):
                         raise

@@ -166,9 +166,25 @@ def _shortages_with_fix(
     smallest = min((device.num_bytes for device in devices), default=None)
     if flow.all(GenerateStage) and (fault := cache_fault(config, shape, smallest)):
         yield Shortage(message=fault)
+    if fault := _transport_fault(config, machines):
+        yield Shortage(message=fault)
     for machine in machines:
         if machine.num_cpus is not None:
             yield from _cpu_shortages(config, flow, machine)
+
+
+def _transport_fault(config: RunConfig, machines: Sequence[Machine]) -> str | None:
+    """Return why no replica can be on the node of a trainer rank, if CUDA IPC is asked for."""
+    transport, of_rank = config.rollout.weight_transport, config.trainer.num_gpus
+    num_gpus = of_rank + config.rollout.num_gpus
+    if transport != "cuda_ipc" or any(len(one.devices) >= num_gpus for one in machines):
+        return None
+    return (
+        f"rollout.weight_transport={transport!r}: no node has {num_gpus:g} GPUs, for a trainer "
+        f"rank (trainer.num_gpus={of_rank:g}) and a replica "
+        f"(rollout.num_gpus={config.rollout.num_gpus:g}); use larger nodes, or "
+        f"{option('rollout.weight_transport', 'auto')}"
+    )
 
 
 def _cpu_shortages(config: RunConfig, flow: StageGraph, machine: Machine) -> Iterator[Shortage]:

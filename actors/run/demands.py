@@ -54,9 +54,14 @@ def demands(config: RunConfig, flow: StageGraph, shape: ModelShape) -> Iterator[
     samples = bool(flow.all(GenerateStage))
     own = TrainedRoleConfig(model=config.model, trainer=config.trainer)
     rank = _rank(config, own, shape, flow.main.head)
-    published = estimate_memory(config, shape).published_bytes // len(ranks) if samples else 0
     engine = _replica(config, shape) if samples else Demand(name="", fix="")
-    rank = replace(rank, host_bytes=rank.host_bytes + published)
+    if samples:
+        memory, num = estimate_memory(config, shape), len(ranks)
+        rank = replace(
+            rank,
+            host_bytes=rank.host_bytes + memory.published_bytes // num,
+            device_bytes=rank.device_bytes + memory.device_bytes // num,
+        )
     for need in replicas:
         if need.colocated_with:
             yield _colocated(rank, engine, need)

@@ -85,6 +85,7 @@ def describe(
         f"memory for {shape.num_parameters:,} parameters",
         *_ranks(config, flow, shape),
         f"published weights {_size(memory.published_bytes)}  {versions_text(memory)}",
+        *_on_devices(memory, len(ranks)),
         *_packed(memory, num_nodes),
         f"its snapshots     {_size(memory.snapshot_bytes)}  of the last steps, in host memory",
         *(_servers(config.rollout.urls) if config.rollout.urls else _replica(memory.replica)),
@@ -103,6 +104,14 @@ def describe(
         *_data(flow, prompts, tokenizer),
     ]
     return f"# configuration\n{document(as_written, facts)}"
+
+
+def _on_devices(memory: MemoryEstimate, num_ranks: int) -> Iterator[str]:
+    if memory.device_bytes:
+        yield (
+            f"  on GPUs         {_size(memory.device_bytes // num_ranks)}  per rank, for CUDA IPC; "
+            "twice if memory is free"
+        )
 
 
 def _packed(memory: MemoryEstimate, num_nodes: int | None) -> Iterator[str]:
@@ -267,9 +276,12 @@ def _rank(
 MAX_LISTED_RANKS = 8
 
 
+GLOO_OR_OBJECTS = "through process groups (gloo), or through Ray objects if these fail"
+
 # Transport of weights to a node that lacks them, by rollout.weight_transport.
 TRANSPORTS = {
-    "auto": "through process groups (gloo), or through Ray objects if these fail",
+    "auto": GLOO_OR_OBJECTS,
+    "cuda_ipc": GLOO_OR_OBJECTS,
     "gloo": "through process groups (gloo)",
     "nccl": "through process groups (NCCL) and buffers on the GPUs",
     "objects": "through Ray objects",
@@ -284,7 +296,9 @@ def _links(
         return
     sent = "factors of the adapters" if config.rollout.sends_adapters else "weights"
     yield f"{sent} sent after each step"
-    places = [("to replicas on the trainer's node", ITS_NODE, "through shared memory")]
+    is_direct = config.rollout.weight_transport == "cuda_ipc"
+    on_node = "from GPU to GPU (CUDA IPC)" if is_direct else "through shared memory"
+    places = [("to replicas on the trainer's node", ITS_NODE, on_node)]
     if num_nodes != 1:
         transport = TRANSPORTS[config.rollout.weight_transport]
         places.append(("to each other node with replicas", ANOTHER_NODE, transport))

@@ -225,6 +225,8 @@ class TrainerFactory:
             node=ray.get_runtime_context().get_node_id(),
             speculation=config.rollout.draft if self.stage.model.is_main else None,
             sends_adapters=bool(model.lora) and config.rollout.sends_adapters,
+            shares_device=self.stage.model.is_main
+            and config.rollout.weight_transport == "cuda_ipc",
         )
         if not config.profiled_steps:
             return engine

@@ -220,10 +220,10 @@ class TrainerActor(Heartbeat):
         train_s, self._train_s = self._train_s, 0.0
         return replace(result, train_s=train_s)
 
-    def publish(self, node_ids: Sequence[str]) -> WeightManifest | None:
+    def publish(self, node_ids: Sequence[str], on_device: bool) -> WeightManifest | None:
         """Publish the weights for readers on these nodes; rank 0 returns a manifest."""
         with self._working("publish"):
-            manifest: WeightManifest | None = self._engine.publish(node_ids)
+            manifest: WeightManifest | None = self._engine.publish(node_ids, on_device=on_device)
             return manifest
 
     def hold(self) -> None:

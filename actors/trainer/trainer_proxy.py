@@ -40,12 +40,9 @@ from ..store.store_actor import StoreAddress
 from .elastic import Layouts
 from .memory_checkpoints import SnapshotHolders, SnapshotSlot
 from .rank_group import RankGroup
-from .weight_imports import WeightImports
+from .weight_imports import OTHER_NODE, WeightImports
 
 logger = logging.getLogger(__name__)
-
-# Means any node without a rank.
-OTHER_NODE = ""
 
 
 class RayTrainerProxy:
@@ -318,7 +315,8 @@ class RayTrainerProxy:
     async def publish(self) -> WeightManifest:
         """Publish the weights for the nodes with replicas."""
         nodes = sorted(self.reader_nodes())
-        manifest: WeightManifest = (await self._group.all("publish", nodes))[0]
+        on_device = self.imports.reads_devices
+        manifest: WeightManifest = (await self._group.all("publish", nodes, on_device))[0]
         return manifest
 
     async def watch(self) -> None:

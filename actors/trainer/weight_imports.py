@@ -8,6 +8,9 @@ Readers on a rank's node map what the rank has staged. On other nodes, the impor
 rest into memory that all readers of the node map. The first replica that asks becomes the importer.
 When it dies, the next one takes over and receives the whole version. Nodes are independent: each
 has its own links and its own lock.
+
+A version in memory of the ranks' GPUs is imported like one of another node, if a reader on the same
+node cannot open it. Later versions are then published in host memory.
 """
 
 from __future__ import annotations
@@ -34,6 +37,9 @@ from rlsys.types import WeightManifest, WeightShare
 from ..cluster.calls import InputLost, Worker, WorkerError
 
 logger = logging.getLogger(__name__)
+
+# Means any node without a rank.
+OTHER_NODE = ""
 
 
 class WeightSource(Protocol):
@@ -78,6 +84,8 @@ class WeightImports:
         self._epochs = LinkEpochs(transport, clock)
         self._report = report
         self._num_restarts = 0
+        self.reads_devices = True
+        """Whether readers on a rank's node can open the memory of its GPU."""
         self._nodes: dict[str, _Node] = defaultdict(_Node)
 
     async def on_node(
@@ -113,6 +121,15 @@ class WeightImports:
         node.importer, node.local, node.base = reader, None, None
         return True
 
+    def refuse_devices(self, reason: str) -> None:
+        """Import versions that are in memory of GPUs, because a reader cannot open it."""
+        if self.reads_devices:
+            self.reads_devices = False
+            self._report(f"Weights pass through host memory instead of CUDA IPC: {reason}.")
+        for node in self._nodes.values():
+            if node.local is not None and _on_devices(node.local.shares):
+                node.local, node.base = None, None
+
     def damaged(self, manifest: WeightManifest, node_id: str, local: WeightManifest | None) -> None:
         """Import a version again, in whole, because a reader found damage in it.
 
@@ -134,13 +151,18 @@ class WeightImports:
         self, node: _Node, manifest: WeightManifest, node_id: str, reader: Worker
     ) -> WeightManifest:
         num_restarts = self._num_restarts
+        here = [share for share in manifest.shares if share.node == node_id]
+        place = node_id
+        if _on_devices(here) and not self.reads_devices:
+            here, place = [], OTHER_NODE
         imported: Sequence[WeightShare] | None = None
         while imported is None:
             if node.importer is None or node.importer.is_dead:
                 node.importer, node.base = reader, None
             base, node.base, node.local = node.base, None, None
-            imported = await self._received(node.importer, manifest, node_id, base, reader)
-        here = [share for share in manifest.shares if share.node == node_id]
+            link = self._epochs.link(node_id, node.importer.name)
+            sent = self._source.weight_deltas(manifest, place, base, link)
+            imported = await self._received(node.importer, manifest, link, sent, reader)
         node.published, node.num_imported = manifest, len(imported)
         # Versions of an earlier life may have the numbers of later ones.
         node.base = manifest.version if num_restarts == self._num_restarts else None
@@ -151,13 +173,11 @@ class WeightImports:
         self,
         importer: Worker,
         manifest: WeightManifest,
-        node_id: str,
-        base: int | None,
+        link: Link | None,
+        sent: Sequence[Any],
         reader: Worker,
     ) -> Sequence[WeightShare] | None:
         """Return what the importer has received; None to try again."""
-        link = self._epochs.link(node_id, importer.name)
-        sent = self._source.weight_deltas(manifest, node_id, base, link)
         if not sent:
             return ()
         try:
@@ -188,3 +208,7 @@ class WeightImports:
             self._report(
                 f"{error} Weights travel as Ray objects to this node for {RETRY_AFTER_S:g} s."
             )
+
+
+def _on_devices(shares: Sequence[WeightShare]) -> bool:
+    return any(share.on_device is not None for share in shares)

@@ -20,7 +20,7 @@ from rlsys.config.speculation import Speculation
 from rlsys.config.vllm_arguments import check_vllm_arguments
 from rlsys.errors import InvalidValue, require
 
-WeightTransport = Literal["auto", "objects", "gloo", "nccl"]
+WeightTransport = Literal["auto", "objects", "gloo", "nccl", "cuda_ipc"]
 Quantization = Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int8"]
 
 
@@ -62,7 +62,9 @@ class RolloutConfig(Section):
     token, and use the same ones in training (R3, arXiv 2510.11370)."""
     weight_transport: WeightTransport = "auto"
     """How weights reach nodes without a rank that has them. gloo: process groups. nccl: the same
-    between GPUs. objects: Ray's object store. auto: gloo, and objects while gloo fails."""
+    between GPUs. objects: Ray's object store. auto: gloo, and objects while gloo fails. cuda_ipc:
+    as auto, and on a rank's node from GPU to GPU instead of through host memory; it has not run on
+    a GPU yet."""
     speculation: dict[str, Any] = field(default_factory=dict)
     """Speculative decoding, as {method = "ngram", num_tokens = 4}: fewer passes, the same tokens.
     Methods: ngram; with vllm also draft_model, eagle3 (both with model) and mtp. eagle3 with
@@ -90,6 +92,8 @@ class RolloutConfig(Section):
             rule="NCCL connects GPUs, and rollout.num_gpus=0",
             fix='Use "gloo", or a GPU.',
         )
+        if self.weight_transport == "cuda_ipc":
+            self._check_cuda_ipc()
         if self.urls:
             check_urls(
                 self.urls,
@@ -174,6 +178,30 @@ class RolloutConfig(Section):
             True,
             rule="has no effect with rollout.tensor_parallel=1",
             fix="Raise rollout.tensor_parallel, or leave it out.",
+        )
+
+    def _check_cuda_ipc(self) -> None:
+        field, transport = "rollout.weight_transport", self.weight_transport
+        require(
+            not self.urls,
+            field,
+            transport,
+            rule="the servers of rollout.urls read host memory",
+            fix='Use "auto".',
+        )
+        require(
+            self.num_gpus > 0,
+            field,
+            transport,
+            rule="CUDA IPC shares memory of GPUs, and rollout.num_gpus=0",
+            fix='Use "auto", or a GPU.',
+        )
+        require(
+            not self.sends_adapters,
+            field,
+            transport,
+            rule="the adapters of rollout.vllm.enable_lora pass through host memory",
+            fix='Use "auto".',
         )
 
     @property

@@ -241,6 +241,8 @@ class RunConfig(Section):
             rule="NCCL connects GPUs, and trainer.num_gpus=0",
             fix='Use "gloo", or a GPU.',
         )
+        if self.rollout.weight_transport == "cuda_ipc":
+            self._check_cuda_ipc()
         if self.rollout.engine == "vllm":
             check_vllm_temperature("sampling.temperature", self.sampling.temperature)
         require(
@@ -323,6 +325,29 @@ class RunConfig(Section):
             rule="adapters have not run with rollout.vllm.pipeline_parallel_size="
             f"{self.rollout.pipeline_parallel}",
             fix="Leave one of them out.",
+        )
+
+    def _check_cuda_ipc(self) -> None:
+        """Check that versions of the weights can be in the trainer's GPUs while replicas generate.
+
+        Raises:
+            InvalidValue: The trainer has no GPU, or gives its memory to replicas.
+        """
+        field, transport = "rollout.weight_transport", self.rollout.weight_transport
+        require(
+            self.trainer.num_gpus > 0,
+            field,
+            transport,
+            rule="CUDA IPC shares memory of GPUs, and trainer.num_gpus=0",
+            fix='Use "auto", or a GPU.',
+        )
+        require(
+            self.placement == "separate" and not self.rollout.borrow,
+            field,
+            transport,
+            rule="a version stays in the memory of the trainer's GPU, which replicas with "
+            "placement=colocated or rollout.borrow need for themselves",
+            fix='Use "auto", or placement=separate and rollout.borrow=0.',
         )
 
     def _check_colocated(self) -> None:

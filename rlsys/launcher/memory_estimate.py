@@ -57,6 +57,8 @@ class MemoryEstimate:
         published_bytes: Versions of the weights for the replicas, summed over the ranks' hosts.
         publishes_own_weights: Whether the newest version is the rank's own weights, which are not
             part of published_bytes.
+        device_bytes: A version on the GPUs of all ranks (CUDA IPC). The buffer for a second one is
+            allocated only if memory is free.
         packed_bytes: Packed versions for replicas on other nodes, summed over the ranks' hosts.
         snapshot_bytes: Snapshots of each trainer rank in host memory.
         replica: Memory of one replica.
@@ -64,6 +66,7 @@ class MemoryEstimate:
 
     published_bytes: int
     publishes_own_weights: bool
+    device_bytes: int
     packed_bytes: int
     snapshot_bytes: int
     replica: ReplicaMemory
@@ -119,6 +122,7 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
     return MemoryEstimate(
         published_bytes=(NUM_VERSIONS - publishes_own_weights) * version_bytes,
         publishes_own_weights=publishes_own_weights,
+        device_bytes=version_bytes if config.rollout.weight_transport == "cuda_ipc" else 0,
         packed_bytes=NUM_PACKED * version_bytes,
         snapshot_bytes=snapshot_bytes(config, own, shape),
         replica=replica_memory(config, config.rollout, shape),

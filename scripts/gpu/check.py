@@ -9,7 +9,7 @@
     runs        the quickstart on shares of the device, separate and colocated (needs ray)
     training    tokens/s, utilisation, memory; against a plain transformers loop
     generation  the torch engine's prefill and decode; against transformers' generate
-    weights     weight updates through host memory; released and restored device memory
+    weights     weight updates through host memory and CUDA IPC; released and restored memory
 
 Each part is a process of its own with a time limit. DIR gets results.jsonl (a JSON object per
 measurement, written as it arrives, so that a stop loses nothing), results.md (the same as tables)
@@ -50,7 +50,7 @@ LIMITS_S = {
     "runs": 240,
     "training": 420,
     "generation": 120,
-    "weights": 120,
+    "weights": 180,
 }
 
 

@@ -5,7 +5,8 @@
 A trainer and a torch engine share the device, as with placement=colocated. Weights: the trainer
 publishes a version, the engine prepares it while requests run, pauses, loads it and resumes; GB/s
 count the model's bytes once. Memory: trainer and engine release the device's memory and take it
-back; the line states the bytes that became free and the seconds.
+back; the line states the bytes that became free and the seconds. Transports (weight_transports.py):
+the engine is in another process, and versions pass through host memory or CUDA IPC.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from scripts.gpu.generation import run
 from scripts.gpu.records import Settings, gib, measured, parse_settings, synchronize
 from scripts.gpu.shapes import build_shape, scratch_directory
+from scripts.gpu.weight_transports import compare, train
 
 NUM_UPDATES = 3
 
@@ -57,6 +59,9 @@ async def measure(path: Path, shape: str, settings: Settings) -> None:
             await release_engine(trainer, engine, values)
     finally:
         await engine.close()
+    try:
+        compare(trainer, path, shape, num_bytes, settings)
+    finally:
         trainer.close()
 
 
@@ -76,6 +81,7 @@ def _trainer(path: Path, settings: Settings) -> Any:
         num_total_steps=100,
         seed=0,
         device=settings.device,
+        shares_device=True,
     )
 
 
@@ -89,7 +95,7 @@ async def update(trainer: Any, engine: Any, num_bytes: int, values: dict[str, An
     await asyncio.sleep(0)
     times = {}
     start = time.perf_counter()
-    manifest = await asyncio.to_thread(trainer.publish)
+    manifest = await asyncio.to_thread(trainer.publish, on_device=False)
     times["publish_s"] = time.perf_counter() - start
     start = time.perf_counter()
     await engine.prepare(manifest)
@@ -105,14 +111,6 @@ async def update(trainer: Any, engine: Any, num_bytes: int, values: dict[str, An
     values |= {name: round(seconds, 4) for name, seconds in times.items()}
     values["model_gb"] = round(num_bytes / 1e9, 3)
     values["gb_per_s"] = round(num_bytes / 1e9 / sum(times.values()), 2)
-
-
-def train(trainer: Any, batch: Any) -> None:
-    """Train one step."""
-    from rlsys.types import MicroBatch
-
-    trainer.accumulate(MicroBatch(rows=batch))
-    trainer.optimizer_step()
 
 
 def free_bytes() -> int:
@@ -139,7 +137,7 @@ def release_trainer(trainer: Any, values: dict[str, Any]) -> None:
 
 async def release_engine(trainer: Any, engine: Any, values: dict[str, Any]) -> None:
     """Measure the release and restore of the engine's memory."""
-    manifest = trainer.publish()
+    manifest = trainer.publish(on_device=False)
     before, start = free_bytes(), time.perf_counter()
     await engine.pause()
     await engine.release()

@@ -244,6 +244,37 @@ def test_evaluation_and_roles_are_counted(smollm: str, monkeypatch: pytest.Monke
     assert by_name["trainer-0"].device_bytes == 9 * GIB + CONTEXT_BYTES
 
 
+def test_a_version_in_the_memory_of_gpus_is_counted(
+    smollm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks_of(1, monkeypatch)
+    config = separate(smollm, weight_transport="cuda_ipc")
+    capacity = checked(config, "4x40GiB")
+    assert capacity.fits
+    by_name = {one.name: one for one in capacity.layout.nodes[0].demands}
+    # Two bytes per parameter, of which each of two ranks has half.
+    assert by_name["trainer-0"].device_bytes == 9 * GIB + CONTEXT_BYTES + 134_515_008
+
+
+def test_cuda_ipc_needs_a_node_with_a_rank_and_a_replica(
+    smollm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks_of(1, monkeypatch)
+    config = separate(smollm, weight_transport="cuda_ipc")
+    assert checked(config, "2x2x40GiB").fits
+    short = checked(config, "4x1x40GiB")
+    assert [one.message.partition(":")[0] for one in short.shortages] == [
+        "rollout.weight_transport='cuda_ipc'"
+    ]
+    assert checked(separate(smollm), "4x1x40GiB").fits
+    halves = replace(
+        config,
+        trainer=TrainerConfig(num_gpus=0.5),
+        rollout=RolloutConfig(num_gpus=0.5, weight_transport="cuda_ipc"),
+    )
+    assert checked(halves, "1x40GiB").fits
+
+
 def quickstart(directory: Path, **settings: Any) -> QuickstartConfig:
     defaults: dict[str, Any] = {"runs_dir": str(directory / "runs")}
     return QuickstartConfig(**{**defaults, **settings})

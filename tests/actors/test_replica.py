@@ -15,8 +15,9 @@ from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.controller.worker_protocols import ReplicaDied, RowsLost, WeightsGone
 from rlsys.engines.generation.generation_protocol import EngineError
 from rlsys.reallocation.transport.link_epochs import Link
+from rlsys.reallocation.transport.shared_device import DeviceSharingError
 from rlsys.reallocation.transport.staging import DamagedWeightsError
-from rlsys.types import WeightManifest, WeightShare
+from rlsys.types import DeviceHandle, WeightManifest, WeightShare
 
 MANIFEST = WeightManifest(version=7)
 
@@ -190,3 +191,22 @@ def test_a_delayed_update_waits_longer_than_the_limit_of_a_call() -> None:
 def test_the_limit_of_a_poll_includes_its_wait() -> None:
     waiting = replica(lambda method: 604.0)
     assert run_in_virtual_time(waiting.collect()) == 604.0  # type: ignore[comparison-overlap]
+
+
+def test_a_replica_that_cannot_open_the_gpus_memory_loads_from_host_memory() -> None:
+    seen: list[bool] = []
+
+    def answer(method: str) -> Any:
+        seen.append(trainer_proxy.imports.reads_devices)
+        return DeviceSharingError("no peer access") if len(seen) == 1 else 0.25
+
+    living = replica(answer)
+    trainer_proxy: Any = living._trainer_proxy
+    memory = DeviceHandle(handle=b"", num_bytes=1, owner=0)
+    share = WeightShare(
+        version=1, rank=0, node="here", path="", num_bytes=1, checksum=0, on_device=memory
+    )
+    manifest = WeightManifest(version=1, shares=(share,))
+    assert run_in_virtual_time(living.update_weights(manifest, delayed=False)) == 0.25
+    assert seen == [True, False]
+    assert not living.worker.is_dead

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from actors.cluster.calls import InputLost, Worker, WorkerDied
-from actors.trainer.weight_imports import WeightImports
+from actors.trainer.weight_imports import OTHER_NODE, WeightImports
 from rlsys.config.rollout_config import WeightTransport
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.reallocation.transport.link_epochs import MAX_FAILURES, RETRY_AFTER_S, Link
 from rlsys.reallocation.transport.wires import LinkError
-from rlsys.types import WeightManifest, WeightShare
+from rlsys.types import DeviceHandle, WeightManifest, WeightShare
 
 
 def manifest(version: int, node: str = "a") -> WeightManifest:
@@ -42,6 +42,7 @@ class World:
     reports: list[str] = field(default_factory=list)
     now: float = 0.0
     num_sent_again: int = 0
+    places: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.imports = WeightImports(
@@ -51,6 +52,7 @@ class World:
     def weight_deltas(
         self, manifest: WeightManifest, node_id: str, base: int | None, link: Link | None
     ) -> list[Any]:
+        self.places.append(node_id)
         return [] if node_id == "a" else [(base, link)]
 
     def send_again(self, manifest: WeightManifest) -> None:
@@ -285,3 +287,39 @@ def test_a_cancelled_import_replaces_its_link() -> None:
     run_in_virtual_time(scenario())
     first, second = (one.link for one in world.calls)
     assert first != second
+
+
+def on_device(version: int) -> WeightManifest:
+    (share,) = manifest(version).shares
+    memory = DeviceHandle(handle=b"", num_bytes=1, owner=0)
+    return WeightManifest(version=version, shares=(replace(share, on_device=memory),))
+
+
+def test_memory_of_gpus_that_a_reader_cannot_open_is_imported_instead() -> None:
+    world = World()
+    first, second = FakeWorker("rollout-0", world), FakeWorker("rollout-1", world)
+
+    def bring(published: WeightManifest, reader: FakeWorker) -> WeightManifest:
+        return run_in_virtual_time(world.imports.on_node(published, "a", reader))
+
+    assert bring(on_device(1), first) == on_device(1)
+    for reader in (first, second):  # both have tried to open it
+        world.imports.refuse_devices(f"{reader.name}: no peer access")
+    assert not world.imports.reads_devices
+    for reader in (first, second):
+        assert [one.path for one in bring(on_device(1), reader).shares] == ["rollout-0"]
+    assert world.bases == [None]
+    assert world.places == ["a", OTHER_NODE]
+    assert [report.count("rollout-0: no peer access") for report in world.reports] == [1]
+    # Later versions are in host memory.
+    assert bring(manifest(2), second) == manifest(2)
+    assert len(world.calls) == 1
+
+
+def test_memory_of_gpus_is_imported_by_other_nodes() -> None:
+    world = World("cuda_ipc", errors=[LinkError("no link"), LinkError("no link")])
+    reader = FakeWorker("rollout-0", world)
+    run_in_virtual_time(world.imports.on_node(on_device(1), "b", reader))
+    kinds = [None if one.link is None else one.link.kind for one in world.calls]
+    assert kinds == ["gloo", "gloo", None]
+    assert world.imports.reads_devices

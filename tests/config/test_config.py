@@ -71,6 +71,22 @@ SENDS_ADAPTERS = RolloutConfig(engine="vllm", vllm={"enable_lora": True})
         ),
         (RolloutConfig, {"weight_transport": "nccl"}, "rollout.weight_transport"),
         (RolloutConfig, {"weight_transport": "rdma"}, "rollout.weight_transport"),
+        (RolloutConfig, {"weight_transport": "cuda_ipc"}, "rollout.weight_transport"),
+        (
+            RolloutConfig,
+            {"weight_transport": "cuda_ipc", "engine": "vllm", "urls": ("http://host:8000",)},
+            "rollout.weight_transport",
+        ),
+        (
+            RolloutConfig,
+            {
+                "weight_transport": "cuda_ipc",
+                "engine": "vllm",
+                "num_gpus": 1,
+                "vllm": {"enable_lora": True},
+            },
+            "rollout.weight_transport",
+        ),
         (RolloutConfig, {"kv_cache_gib": 0.0}, "rollout.kv_cache_gib"),
         (RolloutConfig, {"gpu_memory_frac": 1.5}, "rollout.gpu_memory_frac"),
         (RolloutConfig, {"num_cpus": 0}, "rollout.num_cpus"),
@@ -224,6 +240,28 @@ SENDS_ADAPTERS = RolloutConfig(engine="vllm", vllm={"enable_lora": True})
         (
             RunConfig,
             {"rollout": RolloutConfig(num_gpus=1, weight_transport="nccl")},
+            "rollout.weight_transport",
+        ),
+        (
+            RunConfig,
+            {"rollout": RolloutConfig(num_gpus=1, weight_transport="cuda_ipc")},
+            "rollout.weight_transport",
+        ),
+        (
+            RunConfig,
+            {
+                "rollout": RolloutConfig(num_gpus=1, weight_transport="cuda_ipc"),
+                "trainer": TrainerConfig(num_gpus=1),
+                "placement": "colocated",
+            },
+            "rollout.weight_transport",
+        ),
+        (
+            RunConfig,
+            {
+                "rollout": RolloutConfig(num_gpus=1, weight_transport="cuda_ipc", borrow=1),
+                "trainer": TrainerConfig(num_gpus=1),
+            },
             "rollout.weight_transport",
         ),
         (

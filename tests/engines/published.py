@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from rlsys.reallocation.shards import Box
+from rlsys.reallocation.transport.shared_device import SharedDevice
 from rlsys.reallocation.transport.staging import StagingBuffer
 from rlsys.reallocation.transport.weight_views import Weights, stage_whole
 from rlsys.types import WeightManifest
@@ -20,10 +21,13 @@ def publish(version: int, named: Iterable[tuple[str, torch.Tensor]]) -> WeightMa
     return manifest
 
 
-def read_all(manifest: WeightManifest) -> dict[str, torch.Tensor]:
+def read_all(
+    manifest: WeightManifest, device: SharedDevice | None = None
+) -> dict[str, torch.Tensor]:
     """Return copies of all tensors. Raises MemoryGone."""
     with Weights(manifest) as weights:
         weights.verify()
+        weights.open_on(device)
         shapes = weights.shapes
         weights.check({n: part.new_empty(shapes[n]) for n, _, part in weights.parts()})
         return {n: weights.read(n, Box.whole(shape)).clone() for n, shape in shapes.items()}

@@ -20,6 +20,7 @@ from rlsys.reallocation.transport.staging import StagingBuffer
 from rlsys.reallocation.transport.weight_deltas import Inbox, WeightDelta
 from rlsys.reallocation.transport.weight_views import Weights, open_verified
 from rlsys.types import WeightManifest
+from tests.reallocation.fake_device import FakeDevice
 
 FIRST = {"embedding": torch.randn(3000, 64), "layers.0": torch.randn(64, 64)}
 LAST = {"layers.1": torch.randn(64, 64), "embedding": FIRST["embedding"]}  # tied
@@ -46,23 +47,36 @@ class Threads:
 
 
 class Trainer:
-    """Publishers of ranks on nodes, each with some tensors."""
+    """Publishers of ranks on nodes, each with some tensors and a device, if there are any."""
 
-    def __init__(self, ranks: Sequence[tuple[str, Mapping[str, Any]]], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[tuple[str, Mapping[str, Any]]],
+        dtype: torch.dtype,
+        devices: Sequence[FakeDevice],
+    ) -> None:
         meeting, gathered = threading.Barrier(len(ranks)), dict[int, Any]()
         self._threads = ThreadPoolExecutor(len(ranks))
 
         def make(rank: int) -> Publisher:
             node, tensors = ranks[rank]
             met: Any = Threads(rank, meeting, gathered)
-            return Publisher(tensors, dict.fromkeys(tensors, dtype), met, node=node)
+            return Publisher(
+                tensors,
+                dict.fromkeys(tensors, dtype),
+                met,
+                node=node,
+                device=devices[rank] if devices else None,
+                report=self.reports.append,
+            )
 
+        self.reports: list[str] = []
         self.publishers = list(self._threads.map(make, range(len(ranks))))
         self.nodes = [node for node, _ in ranks]
 
-    def publish(self, version: int, *nodes: str) -> WeightManifest:
+    def publish(self, version: int, *nodes: str, on_device: bool = True) -> WeightManifest:
         def one(publisher: Publisher) -> WeightManifest | None:
-            return publisher.publish(version, nodes)
+            return publisher.publish(version, nodes, on_device=on_device)
 
         first, *others = self._threads.map(one, self.publishers)
         assert first is not None
@@ -94,17 +108,24 @@ class Trainer:
 
 @contextmanager
 def trainer(
-    *ranks: tuple[str, Mapping[str, Any]], dtype: torch.dtype = torch.float32
+    *ranks: tuple[str, Mapping[str, Any]],
+    dtype: torch.dtype = torch.float32,
+    devices: Sequence[FakeDevice] = (),
 ) -> Iterator[Trainer]:
-    made = Trainer(ranks, dtype)
+    made = Trainer(ranks, dtype, devices)
     try:
         yield made
     finally:
         made.close()
 
 
-def assert_is_whole(manifest: WeightManifest, dtype: torch.dtype = torch.float32) -> None:
+def assert_is_whole(
+    manifest: WeightManifest,
+    dtype: torch.dtype = torch.float32,
+    device: FakeDevice | None = None,
+) -> None:
     with open_verified(manifest, ALL) as weights:
+        weights.open_on(device)
         for name, box, part in weights.parts():
             assert torch.equal(part, ALL[name].to(dtype)[box.slices]), name
 
@@ -203,3 +224,52 @@ def test_a_share_larger_than_the_machine_fails_at_the_start_on_every_rank() -> N
     assert found.value.errno == errno.ENOMEM
     with pytest.raises(RuntimeError), trainer(("a", LAST), ("a", huge)):
         pass
+
+
+def are_on_devices(manifest: WeightManifest) -> list[bool]:
+    return [share.on_device is not None for share in manifest.shares]
+
+
+def test_ranks_with_devices_stage_in_their_memory() -> None:
+    devices = [FakeDevice() for _ in PIPELINES]
+    with trainer(*PIPELINES, dtype=torch.bfloat16, devices=devices) as pipelines:
+        for version in (1, 2):
+            manifest = pipelines.publish(version, "a", "b", "c")
+            assert are_on_devices(manifest) == [True] * 4
+            for shares in (manifest.shares[:2], manifest.shares[2:]):
+                here = replace(manifest, shares=shares)
+                assert_is_whole(here, torch.bfloat16, FakeDevice())
+            # Other nodes get the same version over the network.
+            assert_is_whole(pipelines.arrived(manifest, "c", Inbox()), torch.bfloat16)
+        assert [len(one.allocated) for one in devices] == [1] * 4
+        manifest = pipelines.publish(3, "a", "b", on_device=False)
+        assert are_on_devices(manifest) == [False] * 4
+        assert_is_whole(replace(manifest, shares=manifest.shares[:2]), torch.bfloat16)
+        assert [len(one.allocated) for one in devices] == [0] * 4
+        assert pipelines.reports == []
+        pipelines.publish(4, "a", "b")
+    assert [len(one.allocated) + len(one.opened) for one in devices] == [0] * 4
+
+
+def test_a_rank_whose_device_has_no_memory_stages_in_host_memory() -> None:
+    devices = [FakeDevice(), FakeDevice(room=0)]
+    with trainer(("a", ALL), ("a", ALL), devices=devices) as both:
+        for version in (1, 2):
+            manifest = both.publish(version, "a")
+            assert are_on_devices(manifest) == [True, False]
+            assert_is_whole(manifest, device=FakeDevice())
+        (report,) = both.reports
+        assert "trainer-1" in report
+        assert "all 0 places are taken" in report
+
+
+def test_a_version_that_is_still_read_on_the_device_is_followed_by_one_in_host_memory() -> None:
+    device = FakeDevice(room=1)
+    with trainer(("a", ALL), devices=[device]) as single:
+        manifest = single.publish(1, "a")
+        with Weights(manifest) as reading:
+            reading.open_on(device)
+            assert are_on_devices(single.publish(2, "a")) == [False]
+            reading.require_owners()
+        assert are_on_devices(single.publish(3, "a")) == [True]
+        assert len(single.reports) == 1

@@ -33,7 +33,7 @@ class Multiplies:
         self.policy_version += 1
         return StepResult(policy_version=self.policy_version, metrics={}, num_tokens=1)
 
-    def publish(self, node_ids: Any) -> None:
+    def publish(self, node_ids: Any, *, on_device: bool) -> None:
         self.weight.clone()
 
     def close(self) -> None:
@@ -48,7 +48,7 @@ def train(engine: Any, num_steps: int, num_calls: int = 3) -> None:
         for _ in range(num_calls):
             engine.accumulate()
         engine.optimizer_step()
-        engine.publish(["node"])
+        engine.publish(["node"], on_device=True)
 
 
 def events(path: Path) -> list[dict[str, Any]]:

@@ -17,13 +17,17 @@ import torch
 
 from rlsys.config import RolloutConfig
 from rlsys.engines.generation.generation_protocol import EngineError, GenerationEngine
+from rlsys.engines.generation.torch import torch_engine
 from rlsys.engines.generation.torch.continuous_batch import ContinuousBatch
 from rlsys.engines.generation.torch.torch_engine import TorchEngine
 from rlsys.engines.models.causal_lm import load_causal_lm
 from rlsys.errors import InvalidValue
 from rlsys.launcher.tiny_models import Family
+from rlsys.reallocation.transport.device_staging import DeviceShare
+from rlsys.reallocation.transport.shared_device import DeviceSharingError
 from rlsys.reallocation.transport.shared_memory import MemoryGone
 from rlsys.reallocation.transport.staging import DamagedWeightsError
+from rlsys.reallocation.transport.weight_views import Weights
 from rlsys.types import FinishReason, Generation, GenerationRequest, WeightManifest
 from tests.engines import published
 from tests.engines.torch_engine_harness import (
@@ -34,6 +38,7 @@ from tests.engines.torch_engine_harness import (
     trainer_logprobs,
 )
 from tests.errors import invalid
+from tests.reallocation.fake_device import FakeDevice, stage_on
 from tests.tiers import rest_slow
 
 TIMEOUT_S = 300
@@ -106,6 +111,83 @@ def test_requests_are_answered_and_counted(model_path: Path) -> None:
             assert stats.num_generated_tokens == 120
 
     asyncio.run(scenario())
+
+
+async def greedy(engine: GenerationEngine, name: str) -> list[int]:
+    engine.submit([request(name, prompt(6), max_tokens=20, top_k=1)])
+    tokens: list[int] = (await collect(engine, 1))[name].token_ids.tolist()
+    return tokens
+
+
+def test_weights_are_loaded_from_the_memory_of_a_device(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that cannot open it, or whose trainer died, keeps its weights."""
+    device = FakeDevice()
+    found: list[FakeDevice | None] = [None]
+    monkeypatch.setattr(torch_engine, "shared_device", lambda _: found[0])
+    in_host, model = publish(model_path, 3, change=0.05)
+    stage, on_device = stage_on(device, 3, dict(model.named_parameters()))
+
+    async def scenario() -> None:
+        async with running_engine(model_path) as engine:
+            await load(engine, in_host)
+            expected = await greedy(engine, "host")
+        async with running_engine(model_path) as engine:
+            before = await greedy(engine, "before")
+            with pytest.raises(DeviceSharingError):
+                await engine.prepare(on_device)
+            found[0] = device
+            await engine.prepare(on_device)
+            monkeypatch.setattr(DeviceShare, "require_owner", dead)
+            await engine.pause()
+            with pytest.raises(MemoryGone):
+                await engine.load()
+            await engine.resume()
+            assert await greedy(engine, "kept") == before
+            monkeypatch.undo()
+            monkeypatch.setattr(torch_engine, "shared_device", lambda _: device)
+            await load(engine, on_device)
+            assert await greedy(engine, "device") == expected
+            assert before != expected
+        assert device.opened == {}
+
+    def dead(_: DeviceShare) -> None:
+        raise MemoryGone("the trainer died")
+
+    asyncio.run(scenario())
+    stage.close()
+    assert device.allocated == {}
+
+
+def test_an_engine_that_copied_from_a_dying_trainer_ends(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, _ = publish(model_path, 3, change=0.05)
+    calls = iter([None, MemoryGone("the trainer died")])
+
+    def require_owners(_: Weights) -> None:
+        if (error := next(calls)) is not None:
+            raise error
+
+    monkeypatch.setattr(Weights, "require_owners", require_owners)
+
+    async def scenario() -> None:
+        async with running_engine(model_path) as engine:
+            await engine.prepare(manifest)
+            await engine.pause()
+            with pytest.raises(EngineError) as ended:
+                await engine.load()
+            assert "the trainer died" in str(ended.value)
+
+    asyncio.run(scenario())
+
+
+async def load(engine: GenerationEngine, manifest: WeightManifest) -> None:
+    await engine.prepare(manifest)
+    await engine.pause()
+    await engine.load()
+    await engine.resume()
 
 
 @pytest.mark.gpu

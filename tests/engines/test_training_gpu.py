@@ -130,6 +130,11 @@ def test_copies_between_host_and_device_are_exact() -> None:
     assert torch.equal(in_columns.cpu(), in_host.float())
     assert scalar.item() == 2.5
 
+    other = torch.empty(3001, 5000, device="cuda", dtype=torch.bfloat16).t()
+    copy_parts([(other, in_columns.t()[:, :5000].t())])
+    with torch.cuda.stream(torch.cuda.Stream()):  # the copy has finished
+        assert torch.equal(other, in_rows)
+
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_published_version_has_the_exported_weights(

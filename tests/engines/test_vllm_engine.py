@@ -26,6 +26,7 @@ from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
 from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.errors import InvalidValue
 from rlsys.launcher.tiny_models import build_tiny_model
+from rlsys.reallocation.transport.shared_device import DeviceSharingError
 from rlsys.reallocation.transport.staging import DamagedWeightsError
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams, WeightManifest
 from tests.engines import published
@@ -44,6 +45,7 @@ from tests.engines.vllm_harness import (
     update,
 )
 from tests.errors import invalid
+from tests.reallocation.fake_device import FakeDevice, stage_on
 from tests.tiers import rest_slow
 
 pytestmark = [
@@ -377,6 +379,20 @@ def test_weights_that_do_not_fit_are_rejected_and_the_old_ones_stay(
         assert np.array_equal(a.token_ids, b.token_ids)
         assert np.array_equal(a.sampler_logprobs, b.sampler_logprobs)
         assert (b.policy_versions == 0).all()
+
+
+def test_memory_of_a_gpu_that_its_workers_cannot_open_is_refused_and_the_old_weights_stay(
+    engine: VLLMEngine, models: list[Any], manifests: list[WeightManifest], run: Run
+) -> None:
+    stage, manifest = stage_on(FakeDevice(), 1, model_tensors(models[1]))
+    with pytest.raises(DeviceSharingError):
+        run(engine.prepare(manifest))
+    for one in run(greedy(engine, "refused")):
+        assert (one.policy_versions == 0).all()
+    run(update(engine, manifests[1]))
+    for one in run(greedy(engine, "next")):
+        assert (one.policy_versions == 1).all()
+    stage.close()
 
 
 @pytest.mark.parametrize(

@@ -105,13 +105,20 @@ def test_a_model_that_cannot_be_read_is_planned_by_its_shape(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     config = config_of(Path("nobody/SmolLM2-135M"), tmp_path)
-    config = replace(config, trainer=rlsys.TrainerConfig(num_gpus=1, micro_batch_tokens=2048))
-    out, err = printed(capfd, config, works, "2x1xH100")
+    config = replace(
+        config,
+        trainer=rlsys.TrainerConfig(num_gpus=1, micro_batch_tokens=2048),
+        rollout=rlsys.RolloutConfig(num_gpus=1, weight_transport="cuda_ipc"),
+    )
+    out, err = printed(capfd, config, works, "2x2xH100")
     assert tomllib.loads(out)["model"]["path"] == "nobody/SmolLM2-135M"
     assert "memory for 134,515,008 parameters" in out
     assert "verdict: fits; see 1 warning" in out
     assert "data: not read" in out
-    assert "to each other node with replicas" in out
+    # Four bytes per parameter.
+    assert re.search(r"^# +on GPUs +513\.1 MiB .*CUDA IPC", out, re.MULTILINE)
+    assert re.search(r"^# to replicas on the trainer's node .*CUDA IPC", out, re.MULTILINE)
+    assert re.search(r"^# to each other node with replicas .*gloo", out, re.MULTILINE)
     assert re.search(r"^# nodes? 0.*: host memory", out, re.MULTILINE)
     assert "Tokenizer, data and rewards were not checked" in err
     with invalid("model.path", "nobody/SmolLM2-135M"):  # a start here needs it

@@ -15,7 +15,7 @@ import torch
 
 from rlsys.reallocation.plan import ALIGNMENT, Segment
 from rlsys.reallocation.shards import Box
-from rlsys.reallocation.transport import staging
+from rlsys.reallocation.transport import share_layout
 from rlsys.reallocation.transport.shared_memory import MemoryGone
 from rlsys.reallocation.transport.staging import DamagedWeightsError, Mappings, Share, StagingBuffer
 from rlsys.types import WeightShare
@@ -68,7 +68,7 @@ def assert_holds(share: Share, scale: int = 1) -> None:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 24, 2**20])
 def test_readers_see_what_was_written(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(share_layout, "BUCKET_BYTES", bucket_bytes)
     stage = StagingBuffer(PIECES)
     staged = write(stage, 7)
     share = Share(staged)

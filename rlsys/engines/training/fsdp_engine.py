@@ -70,6 +70,7 @@ from rlsys.engines.training.trainer_state import (
 from rlsys.engines.training.weight_loading import read_weights
 from rlsys.errors import InvalidValue, require
 from rlsys.reallocation.shards import TensorShard, holdings, local_part, whole
+from rlsys.reallocation.transport.cuda_ipc import shared_device
 from rlsys.reallocation.transport.weight_deltas import WeightDelta
 from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightManifest
 
@@ -87,7 +88,8 @@ class FSDPEngine:
     zeros. Only a model with logits is published.
 
     `frozen` are weights that engines of this process share. It requires adapters and one rank.
-    `sends_adapters` publishes the factors of the adapters instead of whole weights.
+    `sends_adapters` publishes the factors of the adapters instead of whole weights. `shares_device`
+    publishes in memory of the GPU, for readers on the same node (CUDA IPC).
 
     `speculation` describes a head that is trained along and published with the policy, if it says
     so. It requires a layout of data parallelism alone.
@@ -115,6 +117,7 @@ class FSDPEngine:
         frozen: FrozenWeights | None = None,
         speculation: Speculation | None = None,
         sends_adapters: bool = False,
+        shares_device: bool = False,
     ) -> None:
         self.policy_version = 0
         self._updates: list[StepSums] = []  # of the current batch
@@ -206,7 +209,8 @@ class FSDPEngine:
             if self._draft is not None:
                 outward = {**outward, **self._draft.published}
                 dtypes |= self._draft.published_dtypes
-            self._publisher = Publisher(outward, dtypes, self._ranks, node=node)
+            shared = shared_device(self._device) if shares_device else None
+            self._publisher = Publisher(outward, dtypes, self._ranks, node=node, device=shared)
         if self._role.stage is not None:
             published = self._role.stage.gather_facts(published, self._tensors)
         self._published = published
@@ -322,9 +326,12 @@ class FSDPEngine:
         """See `TrainingEngine.attention_tokens`."""
         return self._attention_tokens
 
-    def publish(self, nodes: Sequence[str] = ()) -> WeightManifest | None:
+    def publish(
+        self, nodes: Sequence[str] = (), *, on_device: bool = True
+    ) -> WeightManifest | None:
         """See `TrainingEngine.publish`."""
-        return self._require_publisher().publish(self.policy_version, nodes)
+        publisher = self._require_publisher()
+        return publisher.publish(self.policy_version, nodes, on_device=on_device)
 
     def weight_delta(
         self, manifest: WeightManifest, node: str, base: int | None

@@ -4,12 +4,14 @@ all ranks' holdings ─┐
                      ├─► plan ─► this rank's segments ─► shared memory of its node ─► manifest
 nodes that sample ───┘                                          └─► packed, to other nodes
 
-Segments are copied, unless the weights are in shared memory anyway (zero_copy_publication.py).
+Segments are copied, unless the weights are in shared memory anyway (zero_copy_publication.py). With
+`rollout.weight_transport = "cuda_ipc"` they are copied into memory of the rank's GPU instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,11 +22,15 @@ from rlsys.engines.training.ranks import Ranks
 from rlsys.engines.training.zero_copy_publication import ZeroCopyWeights, zero_copy_tensors
 from rlsys.reallocation.plan import ReallocationPlan, Segment, plan
 from rlsys.reallocation.shards import Box, Holder, TensorShard, local_box, local_part
+from rlsys.reallocation.transport.device_staging import DeviceStage
+from rlsys.reallocation.transport.shared_device import DeviceSharingError, SharedDevice
 from rlsys.reallocation.transport.shared_memory import Bytes, MemoryGone
-from rlsys.reallocation.transport.staging import StagingBuffer, pack
+from rlsys.reallocation.transport.staging import Read, StagingBuffer, pack
 from rlsys.reallocation.transport.weight_deltas import Outbox, WeightDelta
 from rlsys.reallocation.transport.weight_views import Weights
 from rlsys.types import WeightManifest, WeightShare
+
+logger = logging.getLogger(__name__)
 
 Outward = Mapping[str, torch.Tensor | AdaptedWeight]
 
@@ -41,11 +47,19 @@ class Publisher:
     """Publisher of one rank. Creating it is a collective.
 
     `tensors` are this rank's part of the model by Hugging Face name, `dtypes` the precision in
-    which each is published. Raises OSError, on every rank, if memory is short on one of them.
+    which each is published. Versions are staged on the `device`, if there is one and it allows
+    that. Raises OSError, on every rank, if memory is short on one of them.
     """
 
     def __init__(
-        self, tensors: Outward, dtypes: Mapping[str, torch.dtype], ranks: Ranks, *, node: str
+        self,
+        tensors: Outward,
+        dtypes: Mapping[str, torch.dtype],
+        ranks: Ranks,
+        *,
+        node: str,
+        device: SharedDevice | None = None,
+        report: Callable[[str], None] = logger.warning,
     ) -> None:
         self._tensors = tensors
         self._boxes = {name: _local_box(tensor) for name, tensor in tensors.items()}
@@ -64,6 +78,12 @@ class Publisher:
             for name, shape in self._shapes.items()
         )
         self._stage = StagingBuffer([], rank=ranks.rank, node=node)
+        self._device = device
+        self._device_stage = (
+            None if device is None else DeviceStage(device, rank=ranks.rank, node=node)
+        )
+        self._report = report
+        self._reported: set[str] = set()
         self._zero_copy: ZeroCopyWeights | None = None
         if len(self._sources) == 1 and (plain := zero_copy_tensors(tensors, dtypes)) is not None:
             self._zero_copy = ZeroCopyWeights(plain)
@@ -77,11 +97,14 @@ class Publisher:
             refusal = error
         ranks.raise_together(refusal)
 
-    def publish(self, version: int, nodes: Sequence[str] = ()) -> WeightManifest | None:
+    def publish(
+        self, version: int, nodes: Sequence[str] = (), *, on_device: bool = True
+    ) -> WeightManifest | None:
         """Stage a version and return its manifest on rank 0, None on others. A collective.
 
-        `nodes` are those with readers, by default those of the trainer. Raises OSError, on every
-        rank, if memory is short on one of them; DamagedWeightsError as `verify` does.
+        `nodes` are those with readers, by default those of the trainer. Without `on_device`, this
+        and later versions are staged in host memory. Raises OSError, on every rank, if memory is
+        short on one of them; DamagedWeightsError as `verify` does.
         """
         readers = sorted(set(nodes)) or sorted({source.node for source in self._sources})
         staging = plan(self._sources, tuple(map(self._reader, readers)))
@@ -99,7 +122,9 @@ class Publisher:
                 self._zero_copy.move(self._stage)
             # Only the factors of adapters are gathered; they are small.
             tensors = {name: _with_whole_factors(one) for name, one in self._tensors.items()}
-            share = self._stage.write(version, lambda one: self._part(tensors[one.name], one))
+            share = self._write(
+                version, lambda one: self._part(tensors[one.name], one), on_device=on_device
+            )
         except OSError as error:
             refusal = error
         if outdated is not None:
@@ -113,6 +138,22 @@ class Publisher:
         shares = [share for share in self._ranks.all(share) if share is not None]
         is_first = self._ranks.rank == 0
         return WeightManifest(version=version, shares=tuple(shares)) if is_first else None
+
+    def _write(self, version: int, read: Read, *, on_device: bool) -> WeightShare:
+        """Stage this rank's segments, on the device if possible."""
+        if self._device_stage is not None and not on_device:
+            self._device_stage.close()
+        elif self._device_stage is not None:
+            try:
+                return self._device_stage.write(self._stage.segments, version, read)
+            except DeviceSharingError as error:
+                if str(error) not in self._reported:
+                    self._reported.add(str(error))
+                    self._report(
+                        f"trainer-{self._ranks.rank}: weights pass through host memory instead of "
+                        f"CUDA IPC: {error}."
+                    )
+        return self._stage.write(version, read)
 
     def before_change(self) -> None:
         """Prepare for a change of the weights on this rank.
@@ -155,6 +196,7 @@ class Publisher:
 
         def packed() -> tuple[WeightShare, Bytes]:
             with Weights(WeightManifest(version=manifest.version, shares=(own,))) as weights:
+                weights.open_on(self._device)
                 return pack(segments, own, lambda one: weights.read(one.name, one.box))
 
         return self._outbox.weight_delta(node, base, packed)
@@ -162,6 +204,8 @@ class Publisher:
     def close(self) -> None:
         """Free the shared memory."""
         self._stage.close()
+        if self._device_stage is not None:
+            self._device_stage.close()
 
     def _part(self, tensor: torch.Tensor | AdaptedWeight, segment: Segment) -> torch.Tensor:
         if isinstance(tensor, AdaptedWeight):

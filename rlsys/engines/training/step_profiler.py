@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,10 +77,10 @@ class ProfiledEngine:
             result: StepResult = self._engine.optimizer_step(last=last)
             return result
 
-    def publish(self, node_ids: Sequence[str]) -> WeightManifest | None:
+    def publish(self, *args: Any, **named: Any) -> WeightManifest | None:
         """Publish the weights of the step that was just taken."""
         with self._recorded("publish", self._engine.policy_version):
-            published: WeightManifest | None = self._engine.publish(node_ids)
+            published: WeightManifest | None = self._engine.publish(*args, **named)
             return published
 
     def hold(self, *args: Any) -> Any:

@@ -87,11 +87,14 @@ class TrainingEngine(Protocol):
     def attention_tokens(self) -> float:
         """Row length at which attention costs as many FLOPs as the rest of the model."""
 
-    def publish(self, nodes: Sequence[str] = ()) -> WeightManifest | None:
+    def publish(
+        self, nodes: Sequence[str] = (), *, on_device: bool = True
+    ) -> WeightManifest | None:
         """Stage this rank's part of the weights in its node's shared memory. A collective.
 
         The plan covers readers on `nodes`. Nothing is gathered, and training may go on after the
         call. Readers that opened a version before the next is published can still read it.
+        Without `on_device`, no version is staged in memory of the GPU from now on.
 
         Returns the manifest on rank 0 and None on other ranks. Raises ValueError for a model
         without logits.

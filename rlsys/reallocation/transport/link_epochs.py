@@ -69,15 +69,15 @@ class _Epoch:
 class LinkEpochs:
     """Epochs of all nodes.
 
-    `transport` "objects" means that no link is used. With "auto", Ray objects replace links that
-    fail repeatedly.
+    `transport` "objects" means that no link is used. With "auto" and "cuda_ipc", Ray objects
+    replace links that fail repeatedly.
     """
 
     def __init__(self, transport: WeightTransport, clock: Callable[[], float]) -> None:
         self._kind: LinkKind | None = None if transport == "objects" else "gloo"
         if transport == "nccl":
             self._kind = "nccl"
-        self._falls_back = transport == "auto"
+        self._falls_back = transport in ("auto", "cuda_ipc")
         self._clock = clock
         self._num_restarts = 0
         self._numbers: dict[str, int] = {}  # newest epoch by node; numbers are never used again

@@ -2,10 +2,8 @@
 
     StagingBuffer(segments) ── write(version, read) ──► WeightShare ──► Share ── verify() ──► parts
 
-    memory:  version | table of segments | digests of buckets │ segments, where the plan puts them
-             └────── checksum in WeightShare.checksum ────────┘
-
-The memory contains its own table of segments, so a WeightShare is small for any number of tensors.
+The memory contains its own table of segments (share_layout.py), so a WeightShare is small for any
+number of tensors.
 The same memory takes version after version (version_memory.py). So a version exists for readers
 that open it before the next is written. Later readers may get MemoryGone and then take a newer
 version.
@@ -16,39 +14,36 @@ Several threads copy buckets of bytes and compute their digests. Readers compute
 from __future__ import annotations
 
 import fcntl
-import math
 import mmap
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 import torch
-import xxhash
 
-from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.reallocation.plan import ALIGNMENT, Segment
-from rlsys.reallocation.shards import Box
+from rlsys.reallocation.transport.share_layout import (
+    WORD,
+    WRITING,
+    Bucket,
+    ShareLayout,
+    parse_header,
+    view,
+    write_header,
+)
 from rlsys.reallocation.transport.shared_memory import (
     Bytes,
     MemoryGone,
     open_shared,
     path_of,
 )
-from rlsys.reallocation.transport.tensor_copies import (
-    BUCKET_BYTES,
-    NUM_THREADS,
-    copy,
-    row_slices,
-    rows_of,
-)
+from rlsys.reallocation.transport.tensor_copies import NUM_THREADS, copy, rows_of
 from rlsys.reallocation.transport.version_memory import NAME, VersionMemory
 from rlsys.types import WeightShare
-
-WORD = 8  # bytes of a version, a length, a digest
-WRITING = -1  # version number while a version is written
 
 Read = Callable[[Segment], torch.Tensor]
 """Returns the values of a segment, on any device and in any precision; runs on several threads."""
@@ -66,7 +61,7 @@ class StagingBuffer:
 
     def __init__(self, segments: Sequence[Segment], *, rank: int = 0, node: str = "") -> None:
         self.segments = tuple(segments)
-        self._layout = _ShareLayout.of(self.segments)
+        self._layout = ShareLayout.of(self.segments)
         self._rank = rank
         self._node = node
         self.memory = VersionMemory(self._layout.num_bytes)
@@ -80,7 +75,7 @@ class StagingBuffer:
         """
         self.begin()
         memory = self.memory.newest
-        checksum = self._layout.fill(memory.content, version, read)
+        checksum = _fill(self._layout, memory.content, version, read)
         self._is_writing = False
         memory.unlock()
         self._written = WeightShare(
@@ -116,7 +111,7 @@ class StagingBuffer:
         """Each segment and its tensor in the memory for the next version, after `begin`."""
         assert self._is_writing, "call begin first"
         flat = torch.from_numpy(self.memory.newest.content[self._layout.begin :])
-        return [(segment, _view(flat, segment)) for segment in self.segments]
+        return [(segment, view(flat, segment)) for segment in self.segments]
 
     def close(self) -> None:
         """Close the memory; its version can no longer be opened."""
@@ -129,10 +124,28 @@ def pack(segments: Sequence[Segment], share: WeightShare, read: Read) -> tuple[W
 
     The share is to be sent to another node. The bytes are padded to a multiple of ALIGNMENT.
     """
-    layout = _ShareLayout.of(tuple(segments))
+    layout = ShareLayout.of(tuple(segments))
     content = np.zeros(-(-layout.num_bytes // ALIGNMENT) * ALIGNMENT, np.uint8)
-    checksum = layout.fill(content, share.version, read)
-    return replace(share, path="", num_bytes=len(content), checksum=checksum), content
+    checksum = _fill(layout, content, share.version, read)
+    sent = replace(share, path="", num_bytes=len(content), checksum=checksum, on_device=None)
+    return sent, content
+
+
+def _fill(layout: ShareLayout, memory: Bytes, version: int, read: Read) -> int:
+    """Write a share and return its checksum."""
+    memory[:WORD].view(np.int64)[0] = WRITING
+    body = memory[layout.begin :]
+    flat = torch.from_numpy(body)
+
+    @torch.no_grad()
+    def put(bucket: Bucket) -> int:
+        for segment, rows in bucket.parts:
+            copy(rows_of(view(flat, segment), rows), rows_of(read(segment), rows))
+        return bucket.digest(body)
+
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        digests = list(threads.map(put, layout.buckets))
+    return write_header(memory, version, layout.table, digests)
 
 
 class Content:
@@ -146,14 +159,12 @@ class Content:
         self._bytes = content
         self._layout, self._digests = self._parse_header()
 
-    def _parse_header(self) -> tuple[_ShareLayout, list[int]]:
-        length = int(self._bytes[WORD : 2 * WORD].view(np.int64)[0])
-        num_buckets = int(self._bytes[2 * WORD : 3 * WORD].view(np.int64)[0])
-        end = 3 * WORD + length + num_buckets * WORD
-        if xxhash.xxh3_64_intdigest(self._bytes[: max(0, end)].data) != self.share.checksum:
+    def _parse_header(self) -> tuple[ShareLayout, list[int]]:
+        found = parse_header(self._bytes, self.share.checksum)
+        if found is None:
             raise self._damaged("is damaged in its header")
-        layout = _ShareLayout.of(_segments(bytes(self._bytes[3 * WORD : 3 * WORD + length])))
-        return layout, self._bytes[3 * WORD + length : end].view(np.uint64).tolist()
+        segments, digests = found
+        return ShareLayout.of(segments), digests
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -179,11 +190,18 @@ class Content:
 
     def parts(self) -> Iterator[tuple[Segment, torch.Tensor]]:
         """Yield each segment and its values, which must not be changed."""
+        for segment in self.segments:
+            yield segment, self.view(segment)
+
+    def view(self, segment: Segment) -> torch.Tensor:
+        """Return the values of a segment, which must not be changed."""
+        return view(self._flat, segment)
+
+    @cached_property
+    def _flat(self) -> torch.Tensor:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-            flat = torch.from_numpy(self._body)
-        for segment in self.segments:
-            yield segment, _view(flat, segment)
+            return torch.from_numpy(self._body)
 
     @property
     def _body(self) -> Bytes:
@@ -237,7 +255,7 @@ def _map_private(descriptor: int) -> Bytes:
 class Share(Content):
     """A staged share, opened: its writer does not change it until `close`.
 
-    Tensors of `parts` must not be used after `close`.
+    Tensors of `parts` and `view` must not be used after `close`.
 
     Raises MemoryGone if another version has replaced it, or its writer has died, and
     DamagedWeightsError if its table differs from what was written.
@@ -248,8 +266,8 @@ class Share(Content):
         self._descriptor = open_shared(share.path, NAME, writable=False)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            if (size := os.fstat(self._descriptor).st_size) < share.num_bytes:
-                raise self._damaged(f"is damaged: it has {size} of {share.num_bytes} bytes")
+            if (size := os.fstat(self._descriptor).st_size) < share.host_bytes:
+                raise self._damaged(f"is damaged: it has {size} of {share.host_bytes} bytes")
             if mappings is None:
                 content = _map_private(self._descriptor)
             else:
@@ -272,110 +290,8 @@ class Share(Content):
     def close(self) -> None:
         """Allow the writer to reuse the memory."""
         self._bytes = np.empty(0, np.uint8)
+        self.__dict__.pop("_flat", None)
         if self._descriptor >= 0:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # otherwise a mapping would keep the lock
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-@dataclass(frozen=True)
-class _ShareLayout:
-    """Layout of a share in memory."""
-
-    segments: tuple[Segment, ...]
-    buckets: tuple[_Bucket, ...]
-    table: bytes
-    begin: int  # offset of the segments
-
-    @classmethod
-    def of(cls, segments: tuple[Segment, ...]) -> _ShareLayout:
-        table = _table(segments)
-        buckets = tuple(_buckets(segments))
-        end = 3 * WORD + len(table) + len(buckets) * WORD
-        return cls(segments, buckets, table, begin=-(-end // ALIGNMENT) * ALIGNMENT)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.begin + max((one.offset + one.num_bytes for one in self.segments), default=0)
-
-    def fill(self, memory: Bytes, version: int, read: Read) -> int:
-        """Write a share and return its checksum."""
-        memory[:WORD].view(np.int64)[0] = WRITING
-        body = memory[self.begin :]
-        flat = torch.from_numpy(body)
-
-        @torch.no_grad()
-        def put(bucket: _Bucket) -> int:
-            for segment, rows in bucket.parts:
-                copy(rows_of(_view(flat, segment), rows), rows_of(read(segment), rows))
-            return bucket.digest(body)
-
-        with ThreadPoolExecutor(NUM_THREADS) as threads:
-            digests = list(threads.map(put, self.buckets))
-        head = b"".join(
-            (
-                np.array([version, len(self.table), len(digests)], np.int64).tobytes(),
-                self.table,
-                np.array(digests, np.uint64).tobytes(),
-            )
-        )
-        memory[WORD : len(head)] = np.frombuffer(head, np.uint8)[WORD:]
-        memory[:WORD].view(np.int64)[0] = version
-        return int(xxhash.xxh3_64_intdigest(head))
-
-
-@dataclass(frozen=True, slots=True)
-class _Bucket:
-    """A range of bytes of the body, and the rows of segments in it."""
-
-    begin: int
-    end: int
-    parts: tuple[tuple[Segment, slice], ...]
-
-    def digest(self, body: Bytes) -> int:
-        return int(xxhash.xxh3_64_intdigest(body[self.begin : self.end].data))
-
-
-def _buckets(segments: Sequence[Segment]) -> Iterator[_Bucket]:
-    """Yield buckets of BUCKET_BYTES to twice as many; the last, or a larger row, may differ."""
-    parts: list[tuple[Segment, slice]] = []
-    begin = end = 0
-    for segment in segments:
-        row_bytes = segment.num_bytes // max(1, math.prod(segment.box.shape[:1]))
-        for rows in row_slices(segment.box.shape, BUCKET_BYTES // max(1, row_bytes)):
-            parts.append((segment, rows))
-            end = segment.offset + rows.stop * row_bytes
-            if end - begin >= BUCKET_BYTES:
-                yield _Bucket(begin, end, tuple(parts))
-                parts, begin = [], end
-    if parts:
-        yield _Bucket(begin, end, tuple(parts))
-
-
-def _table(segments: Sequence[Segment]) -> bytes:
-    """Return the table of segments, padded to whole words."""
-    table = dump_json(
-        [
-            (one.name, str(one.dtype).removeprefix("torch."), one.offset, one.box.bounds)
-            for one in segments
-        ]
-    ).encode()
-    return table.ljust(-(-len(table) // WORD) * WORD)
-
-
-def _segments(table: bytes) -> tuple[Segment, ...]:
-    return tuple(
-        Segment(
-            buffer="",
-            offset=offset,
-            name=name,
-            dtype=getattr(torch, dtype),
-            box=Box(tuple((start, stop) for start, stop in bounds)),
-        )
-        for name, dtype, offset, bounds in parse_json(table)
-    )
-
-
-def _view(flat: torch.Tensor, segment: Segment) -> torch.Tensor:
-    part = flat[segment.offset : segment.offset + segment.num_bytes]
-    return part.view(segment.dtype).view(segment.box.shape)

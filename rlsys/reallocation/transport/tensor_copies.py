@@ -96,6 +96,9 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         copy(pinned, source)
         target.copy_(pinned, non_blocking=True)
         _wait(target.device)
+    elif target.is_cuda:
+        target.copy_(source)
+        _wait(target.device)
     elif not _is_raw(target, source):
         target.copy_(source)
     elif source.data_ptr() != target.data_ptr():

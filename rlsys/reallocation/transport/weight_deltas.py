@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rlsys.reallocation.transport.changed_bytes import Changes, apply, changes
+from rlsys.reallocation.transport.share_layout import WORD, WRITING
 from rlsys.reallocation.transport.shared_memory import Bytes
-from rlsys.reallocation.transport.staging import WORD, WRITING, DamagedWeightsError
+from rlsys.reallocation.transport.staging import DamagedWeightsError
 from rlsys.reallocation.transport.version_memory import VersionMemory
 from rlsys.types import WeightShare
 

@@ -16,15 +16,29 @@ from rlsys.errors import require
 from rlsys.reallocation.plan import Segment, plan
 from rlsys.reallocation.shards import Box, Holder, holdings
 from rlsys.reallocation.traffic import without
-from rlsys.reallocation.transport.shared_memory import Bytes
-from rlsys.reallocation.transport.staging import Mappings, Share, StagingBuffer
+from rlsys.reallocation.transport.device_staging import DeviceShare
+from rlsys.reallocation.transport.shared_device import DeviceSharingError, SharedDevice
+from rlsys.reallocation.transport.shared_memory import Bytes, MemoryGone
+from rlsys.reallocation.transport.staging import (
+    DamagedWeightsError,
+    Mappings,
+    Share,
+    StagingBuffer,
+)
 from rlsys.types import WeightManifest, WeightShare
 
 Tensors = Mapping[str, torch.Tensor]  # by Hugging Face name, see model_tensors
 
+# Errors of a version, by name, which engines pass on from their processes.
+UPDATE_ERRORS: Mapping[str, type[Exception]] = {
+    one.__name__: one for one in (DamagedWeightsError, DeviceSharingError, MemoryGone)
+}
+
 
 class Weights:
     """A version, opened at once; the trainer does not change it until `close`.
+
+    Tensors in the memory of devices can be read after `open_on`.
 
     Raises MemoryGone if a share is gone, DamagedWeightsError if one is not what was written.
     """
@@ -32,16 +46,16 @@ class Weights:
     def __init__(self, manifest: WeightManifest, mappings: Mappings | None = None) -> None:
         self.version = manifest.version
         self._shares: list[Share] = []
-        self._parts: dict[str, list[tuple[Segment, torch.Tensor]]] = defaultdict(list)
+        self._parts: dict[str, list[tuple[Segment, Share]]] = defaultdict(list)
         if mappings is not None:
             mappings.keep([one.rank for one in manifest.shares])
         with ExitStack() as opened:
             for one in manifest.shares:
-                share = Share(one, mappings)
+                share = DeviceShare(one) if one.on_device else Share(one, mappings)
                 opened.callback(share.close)
                 self._shares.append(share)
-                for segment, part in share.parts():
-                    self._parts[segment.name].append((segment, part))
+                for segment in share.segments:
+                    self._parts[segment.name].append((segment, share))
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Weights:
@@ -68,9 +82,27 @@ class Weights:
             yield share.share, share.content
 
     def verify(self) -> None:
-        """Raise DamagedWeightsError unless all bytes are those that were staged."""
+        """Raise DamagedWeightsError unless all bytes are those that were staged.
+
+        Bytes in the memory of devices are verified by `open_on`.
+        """
         for share in self._shares:
             share.verify()
+
+    def open_on(self, device: SharedDevice | None) -> None:
+        """Open and verify what is in the memory of devices, for the reader's `device`, if any.
+
+        Raises DeviceSharingError if the device cannot read it, DamagedWeightsError as `verify`.
+        """
+        for share in self._shares:
+            if isinstance(share, DeviceShare):
+                share.open_on(device)
+
+    def require_owners(self) -> None:
+        """Raise MemoryGone if a process has died whose device's memory is opened."""
+        for share in self._shares:
+            if isinstance(share, DeviceShare):
+                share.require_owner()
 
     def check(self, model: Tensors) -> None:
         """Raise InvalidValue unless the version has each element of these tensors exactly once.
@@ -117,16 +149,17 @@ class Weights:
         The values must not be changed, or used after `close`.
         """
         for name, parts in self._parts.items():
-            for segment, part in parts:
-                yield name, segment.box, part
+            for segment, share in parts:
+                yield name, segment.box, share.view(segment)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of each tensor, as far as its parts reach."""
         found: dict[str, tuple[int, ...]] = {}
-        for name, box, _ in self.parts():
-            stops = tuple(stop for _, stop in box.bounds)
-            found[name] = tuple(map(max, stops, found.get(name, stops)))
+        for name, parts in self._parts.items():
+            for segment, _ in parts:
+                stops = tuple(stop for _, stop in segment.box.bounds)
+                found[name] = tuple(map(max, stops, found.get(name, stops)))
         return found
 
     def joined(self, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor | None:
@@ -134,7 +167,7 @@ class Weights:
 
         None unless one rank staged them consecutively, in this precision.
         """
-        parts = [part for name in names for _, part in self._parts[name]]
+        parts = [share.view(one) for name in names for one, share in self._parts[name]]
         if len(parts) != len(names) or not all(one.numel() and one.dtype is dtype for one in parts):
             return None
         if not all(_follows(one, before) for before, one in pairwise(parts)):
@@ -148,13 +181,14 @@ class Weights:
     def read(self, name: str, box: Box) -> torch.Tensor:
         """Return a box of a tensor: a view if one rank staged all of it, else a copy."""
         overlaps = [
-            (shared, part[shared.slices_in(segment.box)])
-            for segment, part in self._parts[name]
+            (shared, share.view(segment)[shared.slices_in(segment.box)])
+            for segment, share in self._parts[name]
             if (shared := segment.box.overlap(box)) is not None
         ]
         if len(overlaps) == 1:
             return overlaps[0][1]
-        whole = self._parts[name][0][1].new_empty(box.shape)
+        first, share = self._parts[name][0]
+        whole = share.view(first).new_empty(box.shape)
         for shared, part in overlaps:
             whole[shared.slices_in(box)] = part
         return whole
@@ -170,6 +204,8 @@ def open_verified(
     manifest: WeightManifest, model: Tensors, mappings: Mappings | None = None
 ) -> Weights:
     """Open a version, and check that it fits a model and is undamaged.
+
+    `open_on` must follow for what is in the memory of devices.
 
     Raises as Weights, `check` and `verify` do.
     """

@@ -34,6 +34,8 @@ from rlsys.engines.models.causal_lm import load_causal_lm
 from rlsys.engines.models.fused_elementwise import use_fused_elementwise
 from rlsys.engines.models.rms_norm import use_fast_norms
 from rlsys.errors import InvalidValue
+from rlsys.reallocation.transport.cuda_ipc import shared_device
+from rlsys.reallocation.transport.shared_memory import MemoryGone
 from rlsys.reallocation.transport.staging import Mappings
 from rlsys.reallocation.transport.weight_views import Weights, open_verified
 from rlsys.types import Generation, GenerationRequest, WeightManifest
@@ -179,6 +181,7 @@ class TorchEngine:
     def _prepare(self, batch: ContinuousBatch, manifest: WeightManifest) -> Prepared:
         with contextlib.ExitStack() as opened:
             weights = opened.enter_context(open_verified(manifest, batch.tensors, self._mappings))
+            weights.open_on(shared_device(self._device))
             made = batch.prepare(weights)
             if made is None or made.uses_shared_memory:
                 opened.pop_all()  # otherwise all is copied, and the trainer may reuse its memory
@@ -194,7 +197,12 @@ class TorchEngine:
                 raise InvalidValue(
                     "load", rule="the engine is not paused", fix="Call pause before load."
                 )
+            prepared.weights.require_owners()
             replaced = batch.load(prepared.weights, prepared.made)
+            try:
+                prepared.weights.require_owners()
+            except MemoryGone as gone:  # the copied values are undefined
+                raise EngineError(f"torch engine: {gone}") from gone
             # On this thread, so that it happens even if the caller was cancelled.
             unused = (
                 {prepared.weights} if self._serving is None else {prepared.weights, self._serving}

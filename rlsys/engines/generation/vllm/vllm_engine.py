@@ -70,7 +70,7 @@ from rlsys.engines.models.routing import routing_of
 from rlsys.engines.training.adapters import factor_tensors, layer_of
 from rlsys.errors import InvalidValue
 from rlsys.reallocation.shards import TensorShard
-from rlsys.reallocation.transport.weight_views import open_verified
+from rlsys.reallocation.transport.weight_views import UPDATE_ERRORS, open_verified
 from rlsys.types import Generation, GenerationRequest, SamplingParams, WeightManifest
 
 # Interval of asking workers whether they have prepared new weights; they cannot notify. Generation
@@ -252,8 +252,12 @@ class VLLMEngine:
         weights = await asyncio.to_thread(open_verified, manifest, self._shapes)
         with contextlib.closing(weights):  # the workers keep it open
             await self._rpc("rlsys_prepare", pickle.dumps(weights.local))
-        while not all(await self._rpc("rlsys_is_prepared")):  # noqa: ASYNC110
+        while not all(answers := await self._rpc("rlsys_is_prepared")):  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
+        for answer in answers:
+            if answer is not True:
+                kind, text = answer
+                raise UPDATE_ERRORS[kind](text)
         self._prepared = manifest.version
 
     async def load(self) -> None:

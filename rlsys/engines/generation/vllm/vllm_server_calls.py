@@ -48,7 +48,7 @@ class WorkerCalls(Protocol):
     def begin_update(self, manifest: WeightManifest) -> None:
         """See `Worker.begin_update`."""
 
-    def rlsys_is_prepared(self) -> bool:
+    def rlsys_is_prepared(self) -> bool | tuple[str, str]:
         """See `Worker.rlsys_is_prepared`."""
 
 
@@ -136,7 +136,7 @@ class ServerCalls:
 
     def rlsys_server_is_prepared(self) -> dict[str, bool]:
         """Return whether the version is ready. Raises the error of a failed preparation."""
-        return {"is_prepared": self._worker.rlsys_is_prepared()}
+        return {"is_prepared": self._worker.rlsys_is_prepared() is True}
 
 
 def manifest_of(plain: Mapping[str, Any]) -> WeightManifest:

@@ -41,11 +41,12 @@ from rlsys.engines.generation.vllm.vllm_router_hooks import (
 )
 from rlsys.engines.generation.vllm.vllm_sampler import replace_sampler
 from rlsys.engines.generation.vllm.vllm_speculation import DraftCounts, SeededRejectionSampler
-from rlsys.engines.generation.vllm.vllm_weights import Updater, WeightUpdater
+from rlsys.engines.generation.vllm.vllm_weights import Switch, Updater, WeightUpdater
 from rlsys.engines.models.expert_layout import Routing
 from rlsys.engines.models.model_tensors import as_saved
 from rlsys.errors import InvalidValue
-from rlsys.reallocation.transport.weight_views import Weights
+from rlsys.reallocation.transport.cuda_ipc import shared_device
+from rlsys.reallocation.transport.weight_views import UPDATE_ERRORS, Weights
 from rlsys.types import ExpertArray, WeightManifest
 
 OWNER_VARIABLE = "RLSYS_ENGINE_OWNER"  # process id of the engine's owner, for the workers
@@ -195,10 +196,13 @@ class Worker(PlatformWorker):
         before, self._update = self._update, None
         if before is not None:
             before.release()
-        self._update = Update(self._updater, manifest)
+        self._update = Update(self._updater, manifest, self.device)
 
-    def rlsys_is_prepared(self) -> bool:
-        """Return whether the version is ready. Raises the error of a failed preparation."""
+    def rlsys_is_prepared(self) -> bool | tuple[str, str]:
+        """Return whether the version is ready, or the name and text of one of UPDATE_ERRORS.
+
+        Raises any other error of the preparation.
+        """
         assert self._update is not None
         return self._update.is_ready()
 
@@ -230,21 +234,36 @@ class Worker(PlatformWorker):
 class Update:
     """A version of the weights that a thread prepares while the worker continues."""
 
-    def __init__(self, updater: Updater, manifest: WeightManifest) -> None:
+    def __init__(self, updater: Updater, manifest: WeightManifest, device: torch.device) -> None:
         self._weights = Weights(manifest)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rlsys-update")
-        self._switch = self._thread.submit(updater.prepare, self._weights)
+        self._switch = self._thread.submit(self._prepare, updater, device)
 
-    def is_ready(self) -> bool:
-        """Return whether it is prepared. Raises the error of a failed preparation."""
+    def _prepare(self, updater: Updater, device: torch.device) -> Switch | tuple[str, str]:
+        try:
+            self._weights.open_on(shared_device(device))
+        except tuple(UPDATE_ERRORS.values()) as error:
+            return type(error).__name__, str(error)
+        return updater.prepare(self._weights)
+
+    def is_ready(self) -> bool | tuple[str, str]:
+        """See `Worker.rlsys_is_prepared`."""
         if not self._switch.done():
             return False
-        self._switch.result()
-        return True
+        found = self._switch.result()
+        return found if isinstance(found, tuple) else True
 
     def switch(self) -> None:
-        """Load it, and free the old weights during generation."""
-        self.release(self._switch.result()())
+        """Load it, and free the old weights during generation.
+
+        Raises MemoryGone if the trainer dies while memory of its device is read.
+        """
+        switch = self._switch.result()
+        assert not isinstance(switch, tuple), "is_ready comes first"
+        self._weights.require_owners()
+        replaced = switch()
+        self._weights.require_owners()
+        self.release(replaced)
 
     def release(self, replaced: list[Any] | None = None) -> None:
         """Free this version, and what it replaced, on its thread."""
