@@ -44,8 +44,8 @@ def start_vllm(
     """Return an AsyncLLM with a loaded model; arguments as those of VLLMEngine.
 
     `loras` are the adapters that the engine gets unmerged, one of each policy, all in
-    `adapted_layers`; empty if it gets whole weights. `sockets` is a directory in which the processes connect. It can be removed after the
-    first request.
+    `adapted_layers`; empty if it gets whole weights. `sockets` is a directory in which the
+    processes connect. It can be removed after the first request.
 
     Raises ValueError for a model that vLLM does not serve, RuntimeError if a process of vLLM fails;
     all processes have then ended.
