@@ -320,8 +320,7 @@ def writing_engine(role: RoleConfig, path: str, *, max_context: int) -> Generati
 class PartnerFactory:
     """Factory of the engine of another model that plays a seat.
 
-    A frozen model has the engine of its role's configuration, a trained one that of the policy. A
-    policy that the policy's own engine serves has none.
+    A frozen model has the engine of its role's configuration, a trained one that of the policy.
     `path` holds the initial weights.
     """
 

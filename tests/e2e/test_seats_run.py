@@ -151,7 +151,7 @@ def test_three_models_play_and_two_of_them_learn(tmp_path: Path) -> None:
 def test_two_policies_with_adapters_share_an_engine(tmp_path: Path) -> None:
     """Kill the actor of the shared engine too, which serves both policies."""
     directory, model = tmp_path / "runs" / "seats", tmp_path / "model"
-    build_tiny_model(model, characters="0123456789?<>=", width=64, num_layers=2)
+    build_tiny_model(model, characters="0123456789?<>=", num_layers=2)
     adapters = (
         f"--model.path {model} --model.lora r8 --rival.model.lora r4 --rollout.engine vllm "
         "--rollout.kv-cache-gib 0.125 --rollout.vllm.enable-lora --num-steps 6"

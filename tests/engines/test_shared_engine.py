@@ -26,7 +26,7 @@ from rlsys.types import (
 
 T = TypeVar("T")
 
-LOAD_S = 2.0
+PREPARE_S, LOAD_S = 1.0, 2.0
 
 
 class Engine:
@@ -97,6 +97,7 @@ class Engine:
 
     async def prepare(self, manifest: WeightManifest, *, policy: int = 0) -> None:
         self.calls.append(f"prepare {policy}")
+        await asyncio.sleep(PREPARE_S)
         self.prepared[policy] = manifest.version
 
     async def load(self, *, policy: int = 0) -> None:
@@ -251,7 +252,7 @@ def test_updates_at_the_same_time_are_loaded_in_pauses_of_their_own() -> None:
         )
         return clock() - start
 
-    assert run(scenario()) == 2 * LOAD_S
+    assert run(scenario()) == PREPARE_S + 2 * LOAD_S
     assert engine.calls[:2] == ["prepare 0", "prepare 1"]
     assert engine.calls[2:] == ["pause", "load 0", "resume", "pause", "load 1", "resume"]
     assert engine.policy_versions == [3, 7]
@@ -295,12 +296,12 @@ def test_a_failed_update_lets_the_next_one_pause() -> None:
 
 def test_the_engine_starts_once_for_all() -> None:
     engine, own, rival = build()
-    run(asyncio.wait_for(_started(own, rival), 10.0))
+
+    async def scenario() -> None:
+        await asyncio.gather(own.start(), rival.start())
+
+    run(scenario())
     assert engine.num_starts == 1
-
-
-async def _started(*views: PolicyView) -> None:
-    await asyncio.gather(*(view.start() for view in views))
 
 
 def test_every_policy_gets_the_failure_of_a_start() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,7 @@ def policy(model_path: Path, tmp_path: Path) -> Iterator[Policy]:
 
 @asynccontextmanager
 async def running(
-    path: Path, *, lora: str = LORA, others: Sequence[str] = (), **options: Any
+    path: Path, *, lora: str = LORA, others: Mapping[str, str] | None = None, **options: Any
 ) -> AsyncIterator[VLLMEngine]:
     sizes: dict[str, Any] = {"max_running": 64, "kv_cache_gib": 0.125}
     rollout = RolloutConfig(engine="vllm", vllm={"enable_lora": True}, **(sizes | options))
@@ -122,7 +122,7 @@ async def running(
         rollout,
         dtype="float32",
         lora=Lora.parse(lora),
-        others=[Lora.parse(one) for one in others],
+        others={name: Lora.parse(one) for name, one in (others or {}).items()},
     )
     await engine.start()
     try:
@@ -234,7 +234,7 @@ def test_two_policies_share_an_engine(
     rival.step()  # so that versions and models of one number differ
 
     async def scenario() -> tuple[list[list[Generation]], dict[str, int]]:
-        async with running(model_path, others=[OTHER], **options) as engine:
+        async with running(model_path, others={"rival": OTHER}, **options) as engine:
             views = views_of(engine, 2)
             mine, theirs = views
             found = await together(views, requests)

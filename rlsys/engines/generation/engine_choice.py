@@ -51,7 +51,7 @@ def build_policy_engines(
         dtype=model.dtype,
         max_context=max_context,
         lora=model.adapters,
-        others=[*others.values()],
+        others=others,
     )
     views = views_of(engine, 1 + len(others))
     own, *rest = (_interrupted(view, model, sampling) for view in views)

@@ -44,7 +44,7 @@ import itertools
 import os
 import pickle
 import tempfile
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -93,7 +93,8 @@ Result = TypeVar("Result")
 class _Policy:
     """A policy of the engine."""
 
-    lora: Lora | None  # its adapters, if versions are adapters
+    setting: str = "model.lora"  # the option of its adapters
+    lora: Lora | None  # these, if versions are adapters
     shapes: dict[str, Any] = field(default_factory=dict)  # of the tensors of a version, by name
     version: int = 0
     prepared: int = 0
@@ -109,7 +110,7 @@ class VLLMEngine:
     allocates differently. `reuses_prefixes` enables vLLM's prefix cache for models that support it.
     `lora` are the adapters that are trained. If rollout.vllm.enable_lora is set, the engine keeps
     the weights of `path`, and a version consists of the factors of the adapters. Then the engine
-    can serve more policies, numbered from 1, whose adapters are `others`.
+    can serve more policies, numbered from 1: `others` are their adapters, by name.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class VLLMEngine:
         shares_device: bool = False,
         reuses_prefixes: bool = True,
         lora: Lora | None = None,
-        others: Sequence[Lora] = (),
+        others: Mapping[str, Lora] | None = None,
     ) -> None:
         self._path = path
         self._rollout = rollout
@@ -130,8 +131,9 @@ class VLLMEngine:
         self._max_context = max_context
         self._shares_device = shares_device
         self._reuses_prefixes = reuses_prefixes
-        own = lora if rollout.sends_adapters else None
-        self._policies = [_Policy(lora=one) for one in (own, *others)]
+        self._policies = [_Policy(lora=lora if rollout.sends_adapters else None)]
+        for name, adapters in (others or {}).items():
+            self._policies.append(_Policy(lora=adapters, setting=f"{name}.model.lora"))
         self._is_asleep = False
         self._routing: Routing | None = None  # if the experts of tokens are recorded
         self._experts: ExpertSource | None = None
@@ -424,7 +426,7 @@ class VLLMEngine:
         if any(refusals):
             rule, fix = next(filter(None, refusals))
             if lora is not None:
-                raise InvalidValue("model.lora", rule=rule, fix=fix)
+                raise InvalidValue(policy.setting, rule=rule, fix=fix)
             raise InvalidValue("model.path", self._path, rule=rule, fix=fix)
 
     def _params(self, request: GenerationRequest) -> Any:
