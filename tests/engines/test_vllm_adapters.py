@@ -20,7 +20,13 @@ from rlsys.engines.generation.shared_engine import PolicyView, views_of
 from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.launcher.tiny_models import build_tiny_model
-from rlsys.types import Generation, GenerationRequest, TrainRow, WeightManifest
+from rlsys.types import (
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    TrainRow,
+    WeightManifest,
+)
 from tests.engines.distribution import p_value
 from tests.engines.published import read_all
 from tests.engines.training_harness import accumulate, make_engine, make_rows
@@ -276,7 +282,8 @@ def test_two_policies_share_an_engine(
     assert versions(over) == {1, 2}
     assert versions(after) == {2}
     assert versions(others) == {3}
-    assert {len(one.token_ids) for one in others} == {200}
+    assert FinishReason.ABORTED not in {one.finish_reason for one in others}
+    assert max(len(one.token_ids) for one in others) == 200
     check(policy.models, over)
     check(policy.models, after)
     check(rival.models, others)
