@@ -309,7 +309,7 @@ def test_every_policy_gets_the_failure_of_a_start() -> None:
     engine.failure = EngineError("no memory")
 
     async def scenario() -> list[Any]:
-        return await asyncio.gather(own.start(), rival.start(), return_exceptions=True)
+        return [*await asyncio.gather(own.start(), rival.start(), return_exceptions=True)]
 
     assert run(scenario()) == [engine.failure, engine.failure]
 
