@@ -75,6 +75,7 @@ TIME_TRAIN_S = "time/train_s"  # work of rank 0, including publication of the we
 TIME_TRAINER_IDLE_S = "time/trainer_idle_s"
 TIME_WEIGHT_SYNC_S = "time/weight_sync_s"  # from publishing to the last replica's resume
 TIME_GENERATION_PAUSE_S = "time/generation_pause_s"  # pause of a replica, mean over replicas
+TIME_CONTROLLER_S = "time/controller_s"  # CPU time of the process that calls rlsys.launch
 TIME_UNIX_S = "time/unix_s"  # when the line was written
 
 # With rollout.borrow: the trainer's devices generate while it would wait.
@@ -152,6 +153,11 @@ def engine_running(actor: str) -> str:
 def engine_waiting(actor: str) -> str:
     """Return the name of the number of requests that waited in an actor's engine."""
     return f"engine/waiting/{actor}"
+
+
+def engine_kv_usage(actor: str) -> str:
+    """Return the name of the share of an engine's memory for keys and values that is in use."""
+    return f"engine/kv_usage/{actor}"
 
 
 def engine_draft_acceptance(actor: str) -> str:

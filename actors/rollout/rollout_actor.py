@@ -222,6 +222,7 @@ class PolicyRollouts:
         self._gauges.set(ENGINE_TOKENS, stats.num_generated_tokens)
         self._gauges.set(ENGINE_PREEMPTED, stats.num_preempted)
         if stats.kv_usage is not None:
+            self._tracer.counter("kv usage", stats.kv_usage)
             self._gauges.set(ENGINE_KV_USAGE, stats.kv_usage)
         if stats.draft_acceptance is not None:
             self._tracer.counter("draft acceptance", stats.draft_acceptance)

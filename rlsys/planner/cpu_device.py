@@ -22,7 +22,7 @@ from rlsys.planner.stored_values import MAX_NUMBER
 CPU: Final = "CPU"
 FAMILY: Final = "cpu"
 
-# Latency of one rank in a gloo collective, and rate of copies between processes in GB/s.
+# Latency of one rank in a gloo collective, and rate between processes in GB/s, if not measured.
 GLOO_HOP_S: Final = 150e-6
 GLOO_GB_S: Final = 1.0
 
@@ -55,6 +55,8 @@ class CpuProbe:
         layer_train_s: Seconds of the host per layer, forward and backward.
         traffic: Time of norms and activations relative to the bytes that the formulas count.
         decode_tokens_s: Tokens per second of a small model in a batch of 32 rows.
+        hop_s: Latency of a rank in a collective.
+        link: GB/s between two processes in a collective.
     """
 
     processor: str
@@ -66,6 +68,8 @@ class CpuProbe:
     layer_train_s: float
     traffic: float
     decode_tokens_s: float = 0.0
+    hop_s: float = GLOO_HOP_S
+    link: float = GLOO_GB_S
 
     def __post_init__(self) -> None:
         numbers = {
@@ -76,6 +80,8 @@ class CpuProbe:
             "layer_train_s": self.layer_train_s,
             "traffic": self.traffic,
             "decode_tokens_s": self.decode_tokens_s or 1.0,  # 0 if it was not measured
+            "hop_s": self.hop_s,
+            "link": self.link,
         }
         for i, one in enumerate(self.products):
             numbers[f"products[{i}]"] = one.seconds
@@ -129,12 +135,12 @@ def cpu_core(probe: CpuProbe, dtype: str) -> Gpu:
         bf16=peak / TERA,
         memory_gib=probe.memory_gib / probe.cores,
         bandwidth=probe.bandwidth / 1e3 * 2 / BYTES_OF[dtype],
-        link=GLOO_GB_S * 2 / BYTES_OF[dtype],
-        network=GLOO_GB_S * 2 / BYTES_OF[dtype],
+        link=probe.link * 2 / BYTES_OF[dtype],
+        network=probe.link * 2 / BYTES_OF[dtype],
         pcie=math.inf,
         per_node=probe.cores,
         domain=probe.cores,
-        hop_s=GLOO_HOP_S,
+        hop_s=probe.hop_s,
         value_bytes=float(BYTES_OF[dtype]),
         products=tuple((float(one.rows), float(one.width), one.seconds) for one in own),
         sources="probe",

@@ -2,9 +2,9 @@
 
     probe ─► CpuProbe ─► ~/.cache/rlsys/cpu-*.json ─► later calls of saved_probe
 
-One core is measured: products at a few sizes, a copy, and a layer of a small model. It takes a few
-seconds besides the import of torch. Other work on the machine lowers the rates by its use of caches
-and memory.
+The probe measures products at a few sizes, a copy, and a layer of a small model on one core, and
+collectives between two processes. It takes some seconds besides the import of torch. Other work on
+the machine lowers the rates by its use of caches and memory.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import contextlib
 import os
 import platform
 import re
+import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
@@ -27,6 +28,7 @@ from rlsys.common.available_memory import total_bytes
 from rlsys.common.installed_versions import versions
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.planner.cpu_device import CpuProbe, ProductTime
+from rlsys.planner.link_probe import measured_link
 from rlsys.planner.stored_values import restored
 
 ROWS: Final = (1, 8, 64, 512, 2048)
@@ -43,15 +45,21 @@ NUM_LAYERS: Final = 4
 
 
 def probe() -> CpuProbe:
-    """Measure one core of this machine."""
+    """Measure one core of this machine, and collectives if it has a second one."""
     import torch
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _probe(torch)
+        measured = _probe(torch)
     finally:
         torch.set_num_threads(threads)
+    if num_cores() == 1:
+        return measured
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+        hop_s, link = measured_link()
+        return replace(measured, hop_s=hop_s, link=link)
+    return measured
 
 
 def _probe(torch: Any) -> CpuProbe:

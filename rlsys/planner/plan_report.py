@@ -126,6 +126,7 @@ def profile_lines(profile: StackProfile) -> Iterator[str]:
     yield from aligned(rows)
     yield f"fixed time of a step: {profile.fixed_s:.3f} s"
     yield f"one reward: {profile.reward_s * 1e3:.2f} ms"
+    yield f"the controller's process per rollout: {profile.controller_s * 1e3:.2f} ms"
     yield f"spread of a predicted step: {profile.step_spread:.0%}"
 
 
@@ -144,6 +145,7 @@ def probe_lines(probe: CpuProbe) -> Iterator[str]:
         f"  a layer on the host: {probe.layer_forward_s * 1e6:,.0f} us forward, "
         f"{probe.layer_train_s * 1e6:,.0f} us forward and backward"
     )
+    yield f"  between two processes: {probe.link:.2f} GB/s, {2 * probe.hop_s * 1e3:.2f} ms at least"
     yield f"  decoding with a small model: {probe.decode_tokens_s:,.0f} tokens/s"
 
 

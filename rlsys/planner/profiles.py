@@ -153,8 +153,9 @@ class Constants:
         values: Constants by name of `PRIORS`.
         profiles: Software profiles by name.
         spreads: Standard deviation of log(measured / predicted) by kind of prediction.
-        run_fixed_s: Seconds of a step that are neither generation nor training: the controller.
+        run_fixed_s: Seconds of a step that no other constant explains.
         reward_s: Seconds of a process per reward of a rollout.
+        controller_s: Seconds of the controller's process per rollout.
     """
 
     values: Mapping[str, float]
@@ -162,6 +163,7 @@ class Constants:
     spreads: Mapping[str, float] = field(default_factory=dict)
     run_fixed_s: float = 0.0
     reward_s: float = 0.0
+    controller_s: float = 0.0
 
     def __getitem__(self, name: str) -> float:
         return self.values[name]

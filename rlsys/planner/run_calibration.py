@@ -2,13 +2,15 @@
 
     MeasuredRun (settings, shape, medians of its steps) ─► calibrated ─► StackProfile
 
-Three parts are fitted one after the other, since each is measured alone:
+Three parts are fitted one after the other:
 
     training    ratio of measured and predicted seconds of rank 0, with the prior of profiles.py
     generation  measured = decoding x (kernels) + host x (engine on the host), least squares of the
                 logarithms with priors: one run moves both factors, runs with batches of different
                 sizes separate them
-    fixed       the rest of a step after the first two
+    fixed       the rest of a step after all others
+
+Rewards and the controller's process are measured per rollout.
 
 The first two use closed forms. A simulation of the controller then corrects them: it has the run's
 micro-batches, batches of rollouts, and shared cores.
@@ -100,7 +102,7 @@ class MeasuredRun:
         if self.cluster.gpu.name != CPU:
             return 1.0
         times = self.medians
-        busy_s = times.train_s * self.plan.trainer_gpus + times.reward_s
+        busy_s = times.train_s * self.plan.trainer_gpus + times.reward_s + times.controller_s
         busy_s += times.generation_s * self.plan.generation_gpus
         if self.plan.max_staleness == 0 or self.plan.placement == "colocated":
             # generation and training take turns, so that only one kind is busy at a time
@@ -145,6 +147,7 @@ def calibrated(
         reward_s=median(
             run.medians.reward_s * run.core_share / run.shape.workload.rollouts for run in runs
         ),
+        controller_s=median(run.medians.controller_s / run.shape.workload.rollouts for run in runs),
         moe=moe,
         probe=probe,
     )

@@ -231,22 +231,25 @@ def step_time(
     )
     generated += shape.workload.waiting_s
     load = load_seconds(policy.model, cluster, plan.generation, constants)
+    received = constants.controller_s * shape.workload.rollouts
     parts = {
         "generation": generated,
         "frozen_models": scored,
         "training": trained,
         "weights": load,
+        "controller": received,
     }
     if plan.placement == "colocated":
         trainer = plan.trainers[policy.name]
         parts["hand_over"] = release_seconds(policy.model, trainer, cluster)
     elif (ahead := min(1.0, steps_ahead(plan.max_staleness, shape.updates))) > 0:
-        slowest = max(generated + load, trained, scored)
+        slowest = max(generated + load, trained, scored, received)
         overlapped = {
             "generation": generated if generated + load == slowest else 0.0,
             "weights": load if generated + load == slowest else 0.0,
             "training": trained if trained == slowest else 0.0,
             "frozen_models": scored if scored == slowest else 0.0,
+            "controller": received if received == slowest else 0.0,
             "contention": (constants["rl_overlap"] - 1) * slowest,
         }
         parts = {
@@ -256,7 +259,7 @@ def step_time(
     parts["rest"] = constants.run_fixed_s
     if cluster.gpu.products:
         busy_s = plan.trainer_gpus * trained + plan.generation_gpus * generated
-        busy_s += constants.reward_s * shape.workload.rollouts
+        busy_s += constants.reward_s * shape.workload.rollouts + received
         parts["shared_cores"] = max(0.0, busy_s / cluster.num_gpus - sum(parts.values()))
     parts = {name: seconds for name, seconds in parts.items() if seconds}
     seconds = sum(parts.values())

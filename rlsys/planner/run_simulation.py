@@ -90,6 +90,7 @@ def simulate_run(
             completion_tokens=length,
             reward_s=lambda: constants.reward_s,
             tools_s=tool_times(workload, config.seed),
+            controller_s=constants.controller_s,
         ),
         num_warm_up=NUM_WARM_UP,
         num_cores=cluster.num_gpus if cluster.gpu.products else math.inf,

@@ -26,6 +26,7 @@ from rlsys.controller.simulation.timed_workers import (
     DrawLength,
     DrawTools,
     ReplicaCosts,
+    TimedController,
     TimedPool,
     TimedReplica,
     TimedScorer,
@@ -85,12 +86,16 @@ class TrainerModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of a run: lengths in tokens, and times of one reward and of tools in seconds."""
+    """The work of a run: lengths in tokens, times of one reward and of tools in seconds.
+
+    `controller_s` is the time of the controller's process per rollout.
+    """
 
     prompt_tokens: Callable[[int], int]  # by index of the prompt
     completion_tokens: DrawLength
     reward_s: Callable[[], float] = lambda: 0.0
     tools_s: DrawTools = no_tools
+    controller_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,9 +241,10 @@ async def _simulate(
     source = flow.source
     parts = source.parts if isinstance(source, PlayStage) else None
     num_own = config.rollout.num_replicas
-    replicas = [_replica(number, replica, work, cores, parts) for number in range(num_own)]
+    process = TimedController(seconds=work.controller_s, cores=cores)
+    replicas = [_replica(number, replica, work, process, parts) for number in range(num_own)]
     borrowed = {
-        number: _replica(number, replica, work, cores, parts)
+        number: _replica(number, replica, work, process, parts)
         for number in range(num_own, num_own + config.rollout.borrow)
     }
     for asleep in borrowed.values():
@@ -291,7 +297,7 @@ def _replica(
     number: int,
     model: ReplicaModel,
     work: Work,
-    cores: SharedCores,
+    process: TimedController,
     parts: Sequence[str] | None,
 ) -> TimedReplica:
     return TimedReplica(
@@ -300,7 +306,8 @@ def _replica(
         draw_length=work.completion_tokens,
         draw_tools=work.tools_s,
         parts=parts,
-        cores=cores,
+        controller=process,
+        cores=process.cores,
         num_processes=model.num_processes,
         cache_tokens=model.cache_tokens,
         max_running=model.max_running,

@@ -48,10 +48,9 @@ ABOUT = {
     "staleness_pinned": "The mean staleness is at least 90 % of asynchrony.max_staleness while the "
     "trainer works at least 80 % of the time: rollouts wait for the trainer, and generation waits "
     "at the gate until a step ends.",
-    "memory_bound": "In the engine of a replica at least as many requests wait as run, mean of the "
-    "last five steps, and the trainer waits too. They wait for memory for keys and values, or for "
-    "a place among "
-    "rollout.max_running.",
+    "memory_bound": "In the engine of a replica at least as many requests wait as run, half of its "
+    "memory for keys and values or of the places of rollout.max_running is used, means of the last "
+    "five steps, and the trainer waits too.",
     "straggler": "One of several actors of a kind works at least 70 % of the time and at least "
     "twice as much as the mean of the others, over the last five steps.",
 }

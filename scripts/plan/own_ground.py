@@ -20,7 +20,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -298,7 +298,8 @@ def predicted_s(config: RunConfig, flow: Dataflow, run: MeasuredRun, constants: 
 
 
 def _stated_bytes(config: RunConfig, flow: Dataflow, directory: Path) -> float:
-    """Return the memory of a trainer rank that the dry run states."""
+    """Return the memory of a trainer rank that the dry run states for a rank alone."""
+    config = replace(config, placement="separate")
     graph = complete_graph(flow, config)
     shape = model_shape(str(directory / "hf"), graph.main.head)
     return next(demands(config, graph, shape)).host_bytes

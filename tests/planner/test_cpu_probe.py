@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlsys.planner import cpu_probe
-from rlsys.planner.cpu_device import cpu_cluster, cpu_core
+from rlsys.planner.cpu_device import GLOO_GB_S, cpu_cluster, cpu_core
 from rlsys.planner.cpu_probe import (
     cache_file,
     known_probe,
@@ -17,6 +17,9 @@ from rlsys.planner.cpu_probe import (
     save_probe,
     saved_probe,
 )
+from rlsys.planner.link_probe import measured_link
+
+LINK = (2e-4, 0.5)  # latency of a rank in seconds, GB/s
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +33,7 @@ def small_probe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("TRAINED_TOKENS", 256),
     ):
         monkeypatch.setattr(cpu_probe, name, value)
+    monkeypatch.setattr(cpu_probe, "measured_link", lambda: LINK)
 
 
 def test_a_probe_gives_a_cluster_and_leaves_the_threads_alone() -> None:
@@ -43,6 +47,23 @@ def test_a_probe_gives_a_cluster_and_leaves_the_threads_alone() -> None:
     # a product of 64 x 128 x 128 does at most a few TFLOP/s on a core
     assert 1e6 < cpu_core(measured, "float32").peak("bf16") < 1e13
     assert cpu_cluster(measured, "bfloat16").num_gpus == num_cores()
+    if num_cores() > 1:
+        assert (measured.hop_s, measured.link) == LINK
+
+
+def test_collectives_are_measured_between_two_processes() -> None:
+    hop_s, link = measured_link()
+    assert 1e-6 < hop_s < 1  # of a rank in a collective
+    assert 1e-3 < link < 1e3  # GB/s
+
+
+@pytest.mark.skipif(num_cores() == 1, reason="one core has no link")
+def test_a_link_that_cannot_be_measured_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise ValueError("the processes failed")
+
+    monkeypatch.setattr(cpu_probe, "measured_link", fails)
+    assert probe().link == GLOO_GB_S
 
 
 def test_a_saved_probe_is_read_again() -> None:

@@ -42,6 +42,7 @@ MEASURED = StepMedians(
     generation_s=6.0,
     sync_s=0.5,
     reward_s=0.1,
+    controller_s=0.0,
     completion_tokens=400.0,
     spread=0.0,
 )

@@ -63,6 +63,7 @@ def made_run(
         generation_s=generation_seconds(*work, truth),
         sync_s=0.5,
         reward_s=0.256,
+        controller_s=0.512,
         completion_tokens=500.0,
         spread=0.01,
     )
@@ -99,6 +100,7 @@ def test_one_run_predicts_itself(training: float, decoding: float, fixed_s: floa
     assert profile.training.value == pytest.approx(training, rel=0.03)
     assert profile.devices == ("H100",)
     assert profile.reward_s == pytest.approx(1e-3)
+    assert profile.controller_s == pytest.approx(2e-3)
 
 
 def test_models_of_different_sizes_separate_kernels_and_host() -> None:

@@ -69,7 +69,6 @@ def test_too_few_steps() -> None:
         ("time/step_s", math.nan),
         ("time/train_s", math.inf),
         ("time/work_s/rollout-0", -1.0),
-        ("time/train_s", 5.0),  # longer than the step
     ],
 )
 def test_an_impossible_number_is_named_with_its_run_and_step(name: str, value: float) -> None:
@@ -77,6 +76,14 @@ def test_an_impossible_number_is_named_with_its_run_and_step(name: str, value: f
     steps[4][name] = value
     with invalid(f"runs/x, step 5, {name}"):
         step_medians("runs/x", steps)
+
+
+def test_training_that_is_longer_than_the_steps_is_refused() -> None:
+    steps = lines()
+    steps[4]["time/train_s"] = 5.0  # its end was recorded late, which shortens the next step
+    assert step_medians("runs/x", steps).train_s == 1.0
+    with invalid("runs/x, time/train_s", 5.0 * MIN_STEPS):
+        step_medians("runs/x", lines(time__train_s=5.0))
 
 
 def test_a_run_that_does_not_generate_is_refused() -> None:

@@ -99,6 +99,7 @@ def run(
     flow: Dataflow | None = None,
     tools_s: Sequence[float] = (),
     reward_s: float = 0.0,
+    controller_s: float = 0.0,
     num_cores: float = math.inf,
     costs: Costs | None = None,
     num_replicas: int = 1,
@@ -133,6 +134,7 @@ def run(
             completion_tokens=length,
             reward_s=lambda: reward_s,
             tools_s=lambda request: tools_s,
+            controller_s=controller_s,
         ),
         num_cores=num_cores,
     )
@@ -223,6 +225,16 @@ def test_rewards_take_their_time() -> None:
     # one reward process: 8 rewards, one after the other
     result = run(SEQUENTIAL, reward_s=0.5)
     assert result.mean_step_s == pytest.approx(20 + 8 * 0.5 + TRAINED_S)
+
+
+def test_the_controllers_process_receives_one_rollout_after_the_other() -> None:
+    # the 8 rollouts of a step end together
+    after = run(SEQUENTIAL, controller_s=0.25)
+    assert after.mean_step_s == pytest.approx(20 + 8 * 0.25 + TRAINED_S)
+    # it is the slowest part of a run that overlaps the others
+    bound = AsyncConfig(max_staleness=1)
+    slowest = run(bound, num_steps=12, controller_s=5.0)
+    assert slowest.mean_step_s == pytest.approx(8 * 5.0, rel=0.15)
 
 
 def test_workers_share_one_core() -> None:

@@ -38,6 +38,7 @@ PROFILE = StackProfile(
     engines={"vllm": EngineFactors(decoding=Factor(value=1.2), host=Factor(value=0.5))},
     fixed_s=2.0,
     reward_s=1e-3,
+    controller_s=2e-3,
     step_spread=0.12,
 )
 
@@ -58,7 +59,7 @@ def test_factors_reach_the_constants() -> None:
     assert after.factor == pytest.approx(1.2 * before.factor)
     assert after.step_host == pytest.approx(0.5 * before.step_host)
     assert after.row_host == pytest.approx(0.5 * before.row_host)
-    assert (found.run_fixed_s, found.reward_s) == (2.0, 1e-3)
+    assert (found.run_fixed_s, found.reward_s, found.controller_s) == (2.0, 1e-3, 2e-3)
     assert found.spreads["rl_step"] == 0.12
     assert base.run_fixed_s == 0.0
 
@@ -127,7 +128,7 @@ def check(profile: StackProfile) -> None:
         for number in (found.factor, found.spread, found.step_host, found.row_host):
             assert 0 < number < math.inf
     assert all(math.isfinite(one) for one in interval(1.0, constants.spreads["rl_step"]))
-    assert 0 <= constants.run_fixed_s + constants.reward_s < math.inf
+    assert 0 <= constants.run_fixed_s + constants.reward_s + constants.controller_s < math.inf
     if profile.probe is not None:
         cluster = cpu_cluster(profile.probe, "float32", 1, 2)
         plan = TrainingPlan(row_tokens=64.0, shard="none")
@@ -135,7 +136,7 @@ def check(profile: StackProfile) -> None:
         assert 0 < seconds < math.inf
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', "null"])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 2}', "null"])
 def test_a_file_that_is_no_profile_is_refused(text: str, tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     file.write_text(text)

@@ -42,6 +42,7 @@ SICK = {
         shape=lambda step, line: {
             "engine/running/rollout-0": 8.0,
             "engine/waiting/rollout-0": 40.0,
+            "engine/kv_usage/rollout-0": 0.9,
         }
     ),
     "entropy_collapse": SyntheticRun(

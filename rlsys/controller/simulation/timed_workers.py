@@ -2,7 +2,7 @@
 
     TimedReplica ── BatchingEngine ── DecodeCosts ┐
     TimedTrainer ── TrainingCosts                 ├ SharedCores, on CPUs
-    TimedScorer                                   ┘
+    TimedScorer, TimedController                  ┘
 
 The real controller calls them in virtual time, like the workers of simulated_workers.py. Completion
 lengths are drawn by a function of the request.
@@ -92,6 +92,21 @@ def no_tools(request: GenerationRequest) -> Sequence[float]:
     return ()
 
 
+@dataclass(kw_only=True)
+class TimedController:
+    """The process of the controller: it takes a time for each rollout, one after the other."""
+
+    seconds: float = 0.0
+    cores: SharedCores = field(default_factory=SharedCores)
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def receive(self, num_rollouts: int) -> None:
+        """Let the process work on rollouts that have arrived."""
+        if self.seconds:
+            async with self._turn:
+                await self.cores.work(num_rollouts * self.seconds)
+
+
 @dataclass(kw_only=True, eq=False)
 class TimedReplica:
     """A replica whose engine takes the time that its costs say.
@@ -108,6 +123,7 @@ class TimedReplica:
     draw_length: DrawLength
     draw_tools: DrawTools = no_tools
     parts: Sequence[str] | None = None
+    controller: TimedController = field(default_factory=TimedController)
     cores: SharedCores = field(default_factory=SharedCores)
     num_processes: int = 1
     cache_tokens: int
@@ -168,6 +184,7 @@ class TimedReplica:
         if self.gather_s:
             await asyncio.sleep(self.gather_s)
         finished, self._finished = self._finished, []
+        await self.controller.receive(len(finished))
         return Collected(finished=finished, has_sampled=True)
 
     async def progress(self) -> list[StepPart]:

@@ -29,6 +29,7 @@ class AdvisedSettings:
         num_replicas: Number of replicas.
         on_gpus: Whether replicas have GPUs.
         engine: rollout.engine.
+        max_running: rollout.max_running.
         shares_devices: Whether sampling and training take turns on the same devices, so that
             neither can be too slow for the other.
     """
@@ -41,6 +42,7 @@ class AdvisedSettings:
     num_replicas: int = 1
     on_gpus: bool = False
     engine: str = "torch"
+    max_running: int = 256
     shares_devices: bool = False
 
     @property
@@ -95,6 +97,7 @@ def advised_settings(config: Mapping[str, Any]) -> AdvisedSettings:
         num_replicas=len(urls) or value("rollout.num_replicas", own.num_replicas),
         on_gpus=value("rollout.num_gpus", 0.0) > 0,
         engine=value("rollout.engine", own.engine),
+        max_running=max(1, value("rollout.max_running", own.max_running)),
         shares_devices=value("placement", "") == "colocated",
     )
 

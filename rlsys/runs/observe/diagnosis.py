@@ -32,6 +32,7 @@ BUSY_FRAC = 0.8  # from this share of working time on, the trainer is the bottle
 PINNED_FRAC = 0.9  # of the staleness bound
 REPLICAS_IDLE_FRAC = 0.8  # one of five replicas would do
 WAITING_PER_RUNNING = 1.0  # half of the requests hold no memory for their keys and values
+FULL_FRAC = 0.5  # of the memory or of the places; a request that does not fit may need the rest
 COLLAPSED_FRAC = 0.1  # of the entropy of the first steps
 AGREEING_FRAC = 0.5  # share of groups without a signal from which on a low entropy is a collapse
 UNSOLVED_STD = 0.1  # of the rewards over prompts; a solved task has less
@@ -351,7 +352,10 @@ def _trainer_idle(lines: Lines, settings: AdvisedSettings, samples: bool) -> Ite
 
 
 def _memory_bound(lines: Lines, settings: AdvisedSettings) -> Iterator[Finding]:
-    """Yield a finding if many requests wait in the replicas' engines."""
+    """Yield a finding if many requests wait in a replica's engine that has no room for them.
+
+    Requests also count as waiting until the step after their arrival.
+    """
     waiting = {
         name: number
         for name in {name for line in lines for name in line}
@@ -361,7 +365,11 @@ def _memory_bound(lines: Lines, settings: AdvisedSettings) -> Iterator[Finding]:
     for name in sorted(waiting, key=lambda one: -waiting[one])[:1]:
         actor = name.removeprefix(metrics.engine_waiting(""))
         running = recent_mean(lines, metrics.engine_running(actor))
-        if running and waiting[name] >= WAITING_PER_RUNNING * running:
+        if not running:
+            continue
+        used_frac = recent_mean(lines, metrics.engine_kv_usage(actor)) or 0.0
+        is_full = max(used_frac, running / settings.max_running) >= FULL_FRAC
+        if is_full and waiting[name] >= WAITING_PER_RUNNING * running:
             yield Finding(
                 "memory_bound",
                 f"on {actor} {waiting[name]:.0f} requests wait while {running:.0f} run, because "

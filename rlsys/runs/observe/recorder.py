@@ -57,6 +57,7 @@ class Recorder:
         stepped: Notified after each optimizer step.
         on_step: Called with the line of each optimizer step, after it is written and shown.
         clock: Returns seconds.
+        cpu_clock: Returns the CPU seconds of this process.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Recorder:
         stepped: AsyncCondition,
         on_step: Callable[[Mapping[str, float]], None] = lambda line: None,
         clock: Callable[[], float] = time.perf_counter,
+        cpu_clock: Callable[[], float] = time.process_time,
     ) -> None:
         self._on_step = on_step
         self._metrics = metrics_writer
@@ -89,9 +91,9 @@ class Recorder:
         self._drawn_depths: dict[str, int] = {}
         self._tracer = tracer
         self._stepped = stepped
-        self._clock = clock
+        self._clock, self._cpu_clock = clock, cpu_clock
         self._num_deaths = 0  # of replicas
-        self._step_started = clock()
+        self._step_started, self._cpu_s = clock(), cpu_clock()
         self._num_generated_tokens = 0
         self._num_failed: Counter[str] = Counter()  # in this step
         self._shown_failures: set[tuple[str, str, str]] = set()
@@ -233,6 +235,7 @@ class Recorder:
         """Write the line and the rollouts of an optimizer step."""
         now = self._clock()
         step_s = now - self._step_started
+        cpu_s = self._cpu_clock()
         stood_s = sum(self._waited_s.get(name, 0.0) for name in metrics.STANDSTILLS)
         line: dict[str, float] = {
             metrics.STEP: trained.step,
@@ -252,6 +255,7 @@ class Recorder:
             **{metrics.rewards_failed(kind): n for kind, n in self._num_failed.items()},
             **self._sync,
             metrics.TIME_STEP_S: step_s,
+            metrics.TIME_CONTROLLER_S: cpu_s - self._cpu_s,
             metrics.TIME_TRAIN_S: trained.result.train_s,
             metrics.TIME_TRAINER_IDLE_S: max(0.0, step_s - trained.result.train_s - stood_s),
             **self._waited_s,
@@ -263,7 +267,7 @@ class Recorder:
             metrics.THROUGHPUT_GENERATED_TOKENS: self._num_generated_tokens / step_s,
             metrics.THROUGHPUT_TRAINED_ROLLOUTS: len(trained.groups) * self._group_size / step_s,
         }
-        self._step_started = now
+        self._step_started, self._cpu_s = now, cpu_s
         self._num_generated_tokens = 0
         self._num_failed.clear()
         self._next_failure_warning = self._groups_per_step
@@ -344,6 +348,7 @@ def _engine_load(report: TraceBatch) -> dict[str, float]:
     names = {
         "running": metrics.engine_running,
         "waiting": metrics.engine_waiting,
+        "kv usage": metrics.engine_kv_usage,
         "draft acceptance": metrics.engine_draft_acceptance,
         "draft speedup": metrics.engine_draft_speedup,
     }

@@ -18,7 +18,13 @@ from rlsys.config import (
 )
 from rlsys.config.fields import to_dict
 from rlsys.engines.training.optimizer import learning_rate
-from rlsys.metrics import actor_wait_s, actor_work_s, engine_running, engine_waiting
+from rlsys.metrics import (
+    actor_wait_s,
+    actor_work_s,
+    engine_kv_usage,
+    engine_running,
+    engine_waiting,
+)
 from rlsys.runs.observe.advised_settings import AdvisedSettings, advised_settings
 from rlsys.runs.observe.configuration_advice import configuration_warnings
 from rlsys.runs.observe.diagnosis import diagnose
@@ -177,9 +183,34 @@ def test_a_difference_of_sampler_and_trainer_has_a_fix_that_changes_something(
     assert not any(part in message for part in absent)
 
 
+def requests_wait(*, running: float, waiting: float, kv_usage: float) -> list[dict[str, float]]:
+    """Return the lines of a run whose trainer waits for an engine with this load."""
+    load = {
+        engine_running("rollout-0"): running,
+        engine_waiting("rollout-0"): waiting,
+        engine_kv_usage("rollout-0"): kv_usage,
+    }
+    return [{**line, **load} for line in lines(time__trainer_idle_s=1.5)]
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "kv_usage", "is_bound"),
+    [
+        (10.0, 20.0, 0.9, True),
+        (10.0, 5.0, 0.9, False),  # most of them run
+        (4.0, 35.0, 0.01, False),  # they have just arrived
+        (200.0, 400.0, 0.01, True),  # rollout.max_running=256
+    ],
+)
+def test_requests_wait_for_memory_or_places_only_in_a_full_engine(
+    running: float, waiting: float, kv_usage: float, is_bound: bool
+) -> None:
+    run = requests_wait(running=running, waiting=waiting, kv_usage=kv_usage)
+    assert ("memory_bound" in found(run)) == is_bound
+
+
 def test_memory_and_cores_are_those_of_the_engine() -> None:
-    waiting = {engine_waiting("rollout-0"): 20.0, engine_running("rollout-0"): 10.0}
-    run = [{**line, **waiting} for line in lines(time__trainer_idle_s=1.5)]
+    run = requests_wait(running=10.0, waiting=20.0, kv_usage=0.9)
     on_cpus = found(run)
     assert "kv_cache_gib" in on_cpus["memory_bound"]
     assert "num_cpus" in on_cpus["trainer_idle"]

@@ -210,6 +210,17 @@ def test_a_paused_trainer_does_not_wait_for_rollouts(
     assert lines[1][metrics.TIME_TRAINER_IDLE_S] == 1.0
 
 
+def test_the_cpu_time_of_the_process_is_that_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "_rollout_metrics", lambda trained: {})
+    lines: list[Mapping[str, float]] = []
+    cpu = iter((10.0, 12.5, 13.0))
+    writer = SimpleNamespace(write=lines.append)
+    watcher = recorder_of(metrics_writer=writer, cpu_clock=lambda: next(cpu))
+    for step in (1, 2):
+        watcher.step_trained(TrainedStep(step=step, result=RESULT, groups=[], columns={}))
+    assert [line[metrics.TIME_CONTROLLER_S] for line in lines] == [2.5, 0.5]
+
+
 def test_lending_is_counted_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "_rollout_metrics", lambda trained: {})
     lines: list[Mapping[str, float]] = []
