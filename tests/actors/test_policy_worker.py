@@ -51,10 +51,9 @@ def test_calls_name_their_policy() -> None:
 def test_both_workers_of_a_process_end_together(ends_owner: bool) -> None:
     owner = Owner()
     worker = PolicyWorker("rival-rollout-0", owner, "rival")
-    assert not worker.is_dead
+    assert [owner.is_dead, worker.is_dead] == [False, False]
     (owner if ends_owner else worker).end("it hangs")
-    assert owner.is_dead
-    assert worker.is_dead
+    assert [owner.is_dead, worker.is_dead] == [True, True]
     assert owner.cause == "it hangs"
     worker.kill()
     owner.kill()
@@ -82,8 +81,9 @@ def test_an_actor_samples_turns_with_the_engine_of_their_policy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(store_writer, "StoreClient", Store)
-    own, rival = Named(), Named()
-    engines: Any = PolicyEngines(own=own, others={"rival": rival})  # type: ignore[arg-type]
+    own: Any = Named()
+    rival: Any = Named()
+    engines = PolicyEngines(own=own, others={"rival": rival})
     actor_class: Any = RolloutActor.__ray_actor_class__  # type: ignore[attr-defined]
     gauges: Any = SimpleNamespace(set=lambda name, value: None)
     actor = actor_class(lambda: engines, None, gauges, None, Tracer("rollout-0"))
