@@ -198,7 +198,7 @@ def _data(flow: RunGraph, prompts: RowSource, tokenizer: Any) -> Iterator[str]:
     if columns:
         others = f"the column{'s' * (len(columns) > 1)} {', '.join(columns)}"
     yield (
-        f"data: {len(prompts):,} prompts with {others}; the first one has "
+        f"data: {counted(len(prompts), 'prompt')} with {others}; the first one has "
         f"{counted(len(first.token_ids), 'token')}:"
     )
     yield from (f"  {printable_line(line)}" for line in seen.splitlines())
