@@ -26,6 +26,7 @@ from rlsys.dataflow.graph.stages import EXPERTS_COLUMN
 from rlsys.dataflow.store.blocks import ColumnRef, Columns
 from rlsys.engines.generation.continuation import continued, merged
 from rlsys.engines.generation.generation_protocol import EngineError, EngineStats, GenerationEngine
+from rlsys.engines.generation.shared_engine import PolicyEngines
 from rlsys.engines.generation.weight_switch import WeightSwitch
 from rlsys.environments.workers.generation_broker import Ask, GenerationBroker, Refused
 from rlsys.reallocation.transport.group_transport import GroupReceiver
@@ -76,9 +77,8 @@ PART_COLUMNS = ("token_ids", "sampler_logprobs", "policy_versions")
 DEADLY = (WorkerError, EngineError, RowsLost, OSError)
 
 
-@ray.remote(concurrency_groups=HEARTBEAT_GROUP)
-class RolloutActor(Heartbeat):
-    """Actor that samples and writes finished rollouts to the store.
+class PolicyRollouts:
+    """Rollouts of one policy: its engine samples them, and they are written to the store.
 
     Only metadata goes to the controller, and the text of recorded rollouts, which `tokenizer`
     decodes.
@@ -86,7 +86,7 @@ class RolloutActor(Heartbeat):
 
     def __init__(
         self,
-        make_engine: Callable[[], GenerationEngine],
+        engine: GenerationEngine,
         tokenizer: Any,
         gauges: Gauges,
         store: StoreAddress,
@@ -95,7 +95,7 @@ class RolloutActor(Heartbeat):
         self._gauges = gauges
         self._boundary = TokenizerBoundary(tokenizer) if tokenizer is not None else None
         self._tracer = tracer
-        self._engine = make_engine()
+        self._engine = engine
         self._switch = WeightSwitch(self._engine)
         self._inbox = Inbox()
         self._receiver = GroupReceiver(ray.util.get_node_ip_address())
@@ -423,6 +423,35 @@ class RolloutActor(Heartbeat):
     def _is_sampling(self) -> bool:
         stats = self._engine.stats()
         return stats.num_running + stats.num_waiting > 0
+
+
+@ray.remote(concurrency_groups=HEARTBEAT_GROUP)
+class RolloutActor(Heartbeat, PolicyRollouts):
+    """Actor of one engine, with the methods of PolicyRollouts for its main policy.
+
+    If the engine serves other policies too, `for_policy` calls the methods for one of them.
+    """
+
+    def __init__(
+        self,
+        make_engine: Callable[[], GenerationEngine | PolicyEngines],
+        tokenizer: Any,
+        gauges: Gauges,
+        store: StoreAddress,
+        tracer: Tracer,
+    ) -> None:
+        made = make_engine()
+        engines = made if isinstance(made, PolicyEngines) else PolicyEngines(own=made, others={})
+        super().__init__(engines.own, tokenizer, gauges, store, tracer)
+        # Episodes of environments are decoded by their workers.
+        self._others = {
+            name: PolicyRollouts(engine, None, gauges, store, tracer.of(f"{name}-{tracer.process}"))
+            for name, engine in engines.others.items()
+        }
+
+    async def for_policy(self, policy: str, method: str, *args: Any) -> Any:
+        """Call a method of PolicyRollouts for another policy of the engine."""
+        return await getattr(self._others[policy], method)(*args)
 
 
 def _experts(generations: Sequence[Generation], inputs: Sequence[slice]) -> Columns:

@@ -32,7 +32,7 @@ from rlsys.launcher.memory_estimate import (
 from rlsys.launcher.rank_estimate import estimate_rank
 
 from ..cluster.placement import Need
-from .factories import EVALUATION, needs, partners_of, role_needs
+from .factories import EVALUATION, needs, role_needs
 
 # Private memory of the interpreter and libraries of a process, measured after importing torch.
 LIBRARIES_BYTES = int(0.3 * GIB)
@@ -72,7 +72,7 @@ def demands(config: RunConfig, flow: StageGraph, shape: ModelShape) -> Iterator[
     for need in replicas[: config.rollout.num_first]:
         if not need.colocated_with:
             yield replace(engine, name=need.name, fix=need.fix, num_gpus=need.num_gpus)
-        for partner, model in zip(need.partners, partners_of(flow), strict=True):
+        for partner, model in zip(need.partners, flow.partners_with_engines, strict=True):
             yield _extra_process(partner, partner_bytes(config, model))
     for name, role in role_needs(config, flow).items():
         yield from _role(config, flow, shape, name, role)
@@ -148,7 +148,7 @@ def _role(
     if isinstance(trained := model.config, TrainedRoleConfig):
         rank = _rank(config, trained, role_shape(config, model), model.head)
         published = 0
-        if model in partners_of(flow):
+        if model in flow.partners:
             published = partner_published_bytes(config, model) // len(role)
         for need in role:
             host_bytes = rank.host_bytes + published

@@ -38,7 +38,7 @@ from rlsys.text.tokenizer_boundary import TokenizerBoundary
 
 from .capacity import Capacity, joins_cluster, uses_gpus
 from .demands import CONTEXT_BYTES, LIBRARIES_BYTES
-from .factories import needs, partners_of, role_needs
+from .factories import needs, role_needs
 
 
 def describe(
@@ -225,23 +225,30 @@ def _ranks(config: RunConfig, flow: RunGraph, shape: ModelShape) -> Iterator[str
     """Yield the memory of a rank of each trained model and of a worker of each frozen one."""
     own = TrainedRoleConfig(model=config.model, trainer=config.trainer)
     yield from _rank("trainer", config, own, shape, flow.main.head)
-    partners = partners_of(flow)
     for name, one in flow.models.items():
         if isinstance(role := one.config, TrainedRoleConfig):
             yield from _rank(name, config, role, role_shape(config, one), one.head)
             snapshots = _size(role_snapshot_bytes(config, one))
             yield f"  snapshots       {snapshots}  of the last steps, in host memory"
-        elif role is not None and one not in partners and (role.model.path or one.head == "logits"):
+        elif (
+            role is not None
+            and one not in flow.partners
+            and (role.model.path or one.head == "logits")
+        ):
             weights = _size(worker_bytes(config, one))
             yield f"{name:17} {weights}  {role.model.dtype} weights of each worker"
-        if one in partners:
-            yield from _partner(name, config, one)
+        if one in flow.partners:
+            yield from _partner(config, flow, one)
 
 
-def _partner(name: str, config: RunConfig, model: Model) -> Iterator[str]:
+def _partner(config: RunConfig, flow: RunGraph, model: Model) -> Iterator[str]:
     """Yield the memory of another model that plays a seat next to each replica."""
-    engine = _size(partner_bytes(config, model))
-    yield f"{f'{name} engine':17} {engine}  per replica: weights and a full KV cache"
+    name = f"{model.name} engine"
+    if model.name in flow.engine_sharers:
+        yield f"{name:17}       none      the replicas serve its adapters too"
+    else:
+        engine = _size(partner_bytes(config, model))
+        yield f"{name:17} {engine}  per replica: weights and a full KV cache"
     if model.may_train:
         published = _size(partner_published_bytes(config, model))
         yield f"  published       {published}  at most two versions, shared memory"

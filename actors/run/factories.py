@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from rlsys.config import (
     TrainedRoleConfig,
     TrainerConfig,
 )
+from rlsys.config.lora import Lora
 from rlsys.config.speculation import untrained
 from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.dataflow.graph.stages import (
@@ -32,13 +33,13 @@ from rlsys.dataflow.graph.stages import (
     InferStage,
     JudgeStage,
     Model,
-    PlayStage,
     TrainStage,
 )
 from rlsys.engines.generation.dataset_engine import DatasetEngine
-from rlsys.engines.generation.engine_choice import build_engine
+from rlsys.engines.generation.engine_choice import build_engine, build_policy_engines
 from rlsys.engines.generation.generation_protocol import GenerationEngine
 from rlsys.engines.generation.mixed_engine import MixedEngine
+from rlsys.engines.generation.shared_engine import PolicyEngines
 from rlsys.environments.environment import Environment
 from rlsys.environments.episode import Partner, Sampler
 from rlsys.environments.episode_host import EpisodeHost, codec_of, make_host
@@ -85,7 +86,9 @@ def needs(config: RunConfig, flow: StageGraph) -> tuple[list[Need], list[Need]]:
             num_gpus=rollout.num_gpus if samples else 0,
             fix="rollout.num_replicas, rollout.num_cpus or rollout.num_gpus",
             colocated_with=of_replica,
-            partners=tuple(_partner(config, model, replica) for model in partners_of(flow)),
+            partners=tuple(
+                _partner(config, model, replica) for model in flow.partners_with_engines
+            ),
         )
         for replica, of_replica in enumerate([*alone, *shared])
     ]
@@ -96,11 +99,6 @@ def replica_name(config: RunConfig, number: int) -> str:
     """Return the name of a replica in messages and traces; its successors add a number."""
     num_own = config.rollout.num_replicas
     return f"rollout-{number}" if number < num_own else f"borrowed-{number - num_own}"
-
-
-def partners_of(flow: StageGraph) -> list[Model]:
-    """Return the models that play seats besides the policy."""
-    return [model for stage in flow.all(PlayStage) for model in stage.partners]
 
 
 def _partner(config: RunConfig, model: Model, replica: int) -> Need:
@@ -121,7 +119,7 @@ def role_needs(config: RunConfig, flow: StageGraph) -> dict[str, list[Need]]:
 
     Partners that are not trained are missing: they are placed with the replicas.
     """
-    partners = [model for model in partners_of(flow) if not model.may_train]
+    partners = [model for model in flow.partners if not model.may_train]
     roles = {
         model.name: _role(model)
         for model in flow.models.values()
@@ -347,7 +345,8 @@ class PartnerFactory:
 class RolloutFactory:
     """Factory of a replica's engine, which samples with the main model or reads a dataset.
 
-    With `shares`, the engine also passes on rollouts that other runs sampled. With `shares_device`,
+    `sharers` are other policies that the engine serves too, by name, with their adapters. With
+    `shares`, the engine also passes on rollouts that other runs sampled. With `shares_device`,
     it will release its memory for the trainer. `devices` are its GPUs, if Ray does not name them.
     With a `url`, the server there samples.
     """
@@ -358,8 +357,9 @@ class RolloutFactory:
     shares_device: bool = False
     devices: tuple[str, ...] = ()
     url: str = ""
+    sharers: Mapping[str, Lora] = field(default_factory=dict)
 
-    def __call__(self) -> GenerationEngine:
+    def __call__(self) -> GenerationEngine | PolicyEngines:
         """Build the engine of a replica."""
         config = self.config
         if not self.samples:
@@ -367,6 +367,14 @@ class RolloutFactory:
         if self.devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
         max_context = config.data.max_prompt_tokens + config.sampling.max_tokens
+        if self.sharers:
+            return build_policy_engines(
+                config.model,
+                self.sharers,
+                config.rollout,
+                config.sampling,
+                max_context=max_context,
+            )
         engine = build_engine(
             config.model,
             config.rollout,

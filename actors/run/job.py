@@ -60,7 +60,7 @@ from ..store.store_actor import StoreClient
 from ..trainer.elastic import growth
 from ..workers.evaluation_actor import EvaluationFactory, Evaluator
 from .capacity import machines_of, machines_to_check, require_fit
-from .factories import needs, partners_of, replica_name, role_needs
+from .factories import needs, replica_name, role_needs
 from .final_model import export_models
 from .plan_record import start_plan_record
 from .run_events import RunEvents
@@ -119,7 +119,7 @@ class Job:
     @property
     def _partners_share_initial_weights(self) -> bool:
         """Return whether a partner starts from the weights of the main model."""
-        roles = [model.config for model in partners_of(self._flow)]
+        roles = [model.config for model in self._flow.partners]
         return any(not role.model.path for role in roles if role is not None)
 
     async def run(

@@ -161,7 +161,8 @@ async def _dry_run(
         unread = unread_reason(config.model.path) if isinstance(dry_run, str) else ""
         if unread:
             ready = at_model(config, write_config(config.model.path, Path(directory)))
-            read = preflight_of_shape(ready, flow, unread)
+            warm_starts = warm_start is not None
+            read = preflight_of_shape(ready, flow, unread, warm_starts=warm_starts)
         else:
             ready = with_model(
                 config, own_model, lambda own: own.build(Path(directory, "model"), seed=config.seed)

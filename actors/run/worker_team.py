@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlsys.common import pickling
 from rlsys.common.async_condition import AsyncCondition
 from rlsys.config import RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
+from rlsys.config.lora import Lora
 from rlsys.dataflow.graph.run_graph import RunGraph
 from rlsys.dataflow.graph.stages import (
     PER,
@@ -37,7 +38,7 @@ from rlsys.dataflow.graph.stages import (
     TrainStage,
 )
 from rlsys.engines.generation.vllm.vllm_server_client import until_healthy
-from rlsys.errors import first_error
+from rlsys.errors import first_error, require
 from rlsys.launcher.memory_estimate import num_snapshots, store_bytes
 from rlsys.rewards import pack_rewards
 from rlsys.runs.checkpoint import Checkpoints
@@ -51,6 +52,7 @@ from ..cluster.placement import Place, Places, places_on_live_nodes
 from ..cluster.tracing import TraceCollector
 from ..environment.environment_actor import EnvironmentActor
 from ..environment.episode_replica import EpisodeReplica
+from ..rollout.policy_worker import PolicyWorker
 from ..rollout.rollout_actor import RayReplica, RolloutActor
 from ..store.store_actor import ShardAddress, StoreAddress
 from ..store.store_shards import StoreShards
@@ -417,6 +419,7 @@ class _Actors:
             shares_device=bool(place.need.colocated_with),
             devices=place.devices,
             url=urls[number] if urls else "",
+            sharers=self._sharers,
         )
         # Environment workers decode their own episodes, and completions of a dataset are text
         # already.
@@ -425,6 +428,17 @@ class _Actors:
         gauges = Gauges(self._config.name, name)
         return self._start(name, RolloutActor, place.options, make_engine, tokenizer, gauges)
 
+    @property
+    def _sharers(self) -> Mapping[str, Lora]:
+        """Return the adapters of the policies that the replicas serve too, by name."""
+        adapters: dict[str, Lora] = {}
+        for name in self._flow.engine_sharers:
+            role = self._flow.models[name].config
+            assert isinstance(role, TrainedRoleConfig)
+            assert role.model.adapters is not None
+            adapters[name] = role.model.adapters
+        return adapters
+
     def playing(
         self, trainer_proxies: Mapping[str, RayTrainerProxy], replica: RayReplica, place: Place
     ) -> EpisodeReplica:
@@ -432,14 +446,25 @@ class _Actors:
         config, stage = self._config, self._flow.stage(PlayStage)
         partners: dict[str, RayReplica] = {}
         seats: list[PartnerSeat] = []
-        for model, its_place in zip(stage.partners, place.partners, strict=True):
+        places = iter(place.partners)  # of partners with engines of their own
+        for model in stage.partners:
             assert model.config is not None
             initial_model = str(self._checkpoints.initial_model(config.model.path))
             path = model.config.model.path or initial_model
-            make_engine = PartnerFactory(config=config, role=model.config, path=path)
             name = f"{model.name}-{replica.name}"
-            gauges = Gauges(config.name, name)
-            worker = self._start(name, RolloutActor, its_place.options, make_engine, None, gauges)
+            if model.name in self._flow.engine_sharers:
+                require(
+                    bool(model.config.model.path) or path == config.model.path,
+                    "warm_start",
+                    None,
+                    rule=f"the run began with one, from whose result {model.name!r} continues",
+                    fix="Give rlsys.launch the same warm start as before.",
+                )
+                worker: Worker = PolicyWorker(name, replica.worker, model.name)
+            else:
+                make_engine = PartnerFactory(config=config, role=model.config, path=path)
+                options, gauges = next(places).options, Gauges(config.name, name)
+                worker = self._start(name, RolloutActor, options, make_engine, None, gauges)
             partners[model.name] = RayReplica(worker, trainer_proxies.get(model.name), self._shards)
             seats += [
                 PartnerSeat(name=seat, model=model.name, tokenizer="" if model.may_train else path)

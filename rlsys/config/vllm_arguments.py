@@ -126,7 +126,7 @@ _OWNED = {
     """,
     "the variable HF_TOKEN": "hf_token",
     "model.dtype": "dtype",
-    "model.lora (an engine has one adapter)": """
+    "model.lora (an engine has one adapter for each policy)": """
         max_loras max_lora_rank default_mm_loras fully_sharded_loras max_cpu_loras
         lora_dtype lora_target_modules enable_tower_connector_lora specialize_active_lora
         enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels

@@ -55,13 +55,16 @@ def write_config(path: str, directory: Path) -> Path:
     return directory
 
 
-def preflight_of_shape(config: RunConfig, flow: Dataflow, reason: str) -> Inputs:
+def preflight_of_shape(
+    config: RunConfig, flow: Dataflow, reason: str, *, warm_starts: bool
+) -> Inputs:
     """Complete the graph and check what follows from the shape of the model alone.
 
     Args:
         config: The configuration, with the directory of the model's config.json.
         flow: The recipe's graph, which does not change.
         reason: Why the model cannot be read.
+        warm_starts: Whether supervised steps change the main model before the run.
 
     Raises:
         ValueError: One or more checks failed. The error has all mistakes.
@@ -70,7 +73,7 @@ def preflight_of_shape(config: RunConfig, flow: Dataflow, reason: str) -> Inputs
     mistakes = ErrorCollector()
     graph = None
     with mistakes.collect():
-        graph = graph_of_run(config, flow, shape)
+        graph = graph_of_run(config, flow, shape, warm_starts=warm_starts)
         check_store(config, graph)
     check_engine(config, shape, mistakes)
     mistakes.raise_found()

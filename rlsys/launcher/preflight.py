@@ -88,7 +88,7 @@ def preflight(
     graph = prompts = None
     warnings: list[str] = []
     with mistakes.collect():
-        graph = graph_of_run(config, flow, shape)
+        graph = graph_of_run(config, flow, shape, warm_starts=warm_start is not None)
         check_store(config, graph)
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     for url in config.rollout.urls[: config.rollout.num_first]:
@@ -122,7 +122,9 @@ def preflight(
     )
 
 
-def graph_of_run(config: RunConfig, flow: Dataflow, shape: ModelShape) -> RunGraph:
+def graph_of_run(
+    config: RunConfig, flow: Dataflow, shape: ModelShape, *, warm_starts: bool
+) -> RunGraph:
     """Return the complete graph of a run with a model of this shape.
 
     Raises:
@@ -135,7 +137,13 @@ def graph_of_run(config: RunConfig, flow: Dataflow, shape: ModelShape) -> RunGra
             routing = replayable_routing(shape.config)
             experts = (routing.width, routing.dtype.itemsize)
     with mistakes.collect():
-        graph = complete_graph(flow, config, max_context=shape.max_context, experts=experts)
+        graph = complete_graph(
+            flow,
+            config,
+            max_context=shape.max_context,
+            experts=experts,
+            warm_starts=warm_starts,
+        )
     mistakes.raise_found()
     assert graph is not None
     return graph

@@ -272,8 +272,7 @@ def _usable_paths(
     """
     usable, seen = {""}, {""}
     judges = {stage.model.name for stage in flow.all(JudgeStage)}  # they read text, not tokens
-    played = [one for stage in flow.all(PlayStage) for one in stage.partners]
-    partners = {model.name for model in played if not model.may_train}
+    partners = {model.name for model in flow.partners if not model.may_train}
     for name, model in flow.models.items():
         if model.config is None or name in judges | partners:
             continue

@@ -15,6 +15,7 @@ import rlsys
 from actors.cluster.placement import ClusterTooSmall, check_capacity
 from actors.environment.episode_replica import EpisodeReplica
 from actors.run import factories
+from actors.run.demands import LIBRARIES_BYTES, demands
 from rlsys.algorithms import clipped_surrogate, token_mean, turn_advantage
 from rlsys.config import (
     DataConfig,
@@ -30,7 +31,10 @@ from rlsys.config import (
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.controller.worker_protocols import WeightsGone
 from rlsys.dataflow.graph.graph import Dataflow
-from rlsys.dataflow.graph.stages import Prompts
+from rlsys.dataflow.graph.run_graph import complete_graph
+from rlsys.dataflow.graph.stages import Model, Prompts
+from rlsys.engines.models.model_shape import model_shape
+from rlsys.launcher.memory_estimate import partner_bytes
 from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.types import WeightManifest
 
@@ -97,6 +101,21 @@ def test_each_replica_has_engines_of_its_partners() -> None:
     with pytest.raises(ClusterTooSmall) as error:
         check_capacity(first, [{"CPU": 4.5, "GPU": 2.0}])
     assert "rollout.num_replicas" in error.value.fix
+
+
+LORA = ModelConfig(path="base", lora="r8")
+ADAPTED = RolloutConfig(engine="vllm", vllm={"enable_lora": True}, num_replicas=2)
+
+
+def test_a_policy_that_the_replicas_serve_reserves_nothing() -> None:
+    config = RunConfig(model=LORA, rollout=ADAPTED, group_size=2)
+    rival = TrainedRoleConfig(model=ModelConfig(lora="r4"))
+    run_graph = complete_graph(graph(config, RoleConfig(), rival), config)
+    _, replicas = factories.needs(config, run_graph)
+    assert [[one.name for one in replica.partners] for replica in replicas] == [
+        ["frozen-rollout-0"],
+        ["frozen-rollout-1"],
+    ]
 
 
 class Sampling:
@@ -195,6 +214,35 @@ def test_a_dry_run_counts_partners(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "at most two versions" in lines["published"]
     assert "# frozen-rollout-0 (1 CPU)\n" in printed
     assert "# rival-rollout-0 (1 CPU)\n" in printed
+
+
+def test_a_dry_run_counts_one_engine_of_policies_with_adapters(
+    policy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rival = TrainedRoleConfig(model=ModelConfig(lora="r4"))
+    model = dataclasses.replace(LORA, path=str(policy))
+    launched(
+        policy.parent,
+        lambda config: graph(config, RoleConfig(), rival),
+        model=model,
+        rollout=dataclasses.replace(ADAPTED, kv_cache_gib=0.25),
+    )
+    printed = capsys.readouterr().out
+    assert "# frozen-rollout-0 (1 CPU)\n" in printed
+    assert "rival-rollout-0" not in printed
+    (engine,) = [line for line in printed.splitlines() if line.startswith("# rival engine")]
+    assert "none" in engine
+
+    config = RunConfig(model=model, rollout=ADAPTED, group_size=2)
+    shape = model_shape(str(policy))
+
+    def num_bytes(*, warm_starts: bool) -> int:
+        flow = complete_graph(graph(config, RoleConfig(), rival), config, warm_starts=warm_starts)
+        return sum(one.host_bytes for one in demands(config, flow, shape))
+
+    # With a warm start, each of the two replicas has an engine of the rival next to it.
+    more = partner_bytes(config, Model(name="rival", config=rival)) + LIBRARIES_BYTES
+    assert num_bytes(warm_starts=True) - num_bytes(warm_starts=False) == 2 * more
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from rlsys.algorithms import cispo, clipped_surrogate, token_mean, turn_advantage, value_loss
-from rlsys.config import DataConfig, JudgeConfig, RoleConfig, TrainedRoleConfig, TrainerConfig
+from rlsys.config import (
+    DataConfig,
+    JudgeConfig,
+    ModelConfig,
+    RoleConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainedRoleConfig,
+    TrainerConfig,
+)
 from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.run_graph import complete_graph
 from rlsys.dataflow.graph.stages import Episodes, Model, PlayStage, Prompts, TrainStage
 from rlsys.environments.environment import agent, environment
 from tests.errors import invalid
@@ -61,6 +73,38 @@ def test_each_policy_reads_whose_tokens_they_are() -> None:
     assert [model.name for model in flow.stage(PlayStage).partners] == ["rival", "frozen"]
     drawn = flow.to_mermaid()
     assert drawn.count("-. weights, version v+1 .-> s0") == 2
+
+
+ADAPTED = RunConfig(
+    group_size=2,
+    model=ModelConfig(path="models/base", lora="r8"),
+    rollout=RolloutConfig(engine="vllm", vllm={"enable_lora": True}),
+)
+
+
+def sharers(config: RunConfig, rival: ModelConfig, *, warm_starts: bool = False) -> tuple[str, ...]:
+    flow = Dataflow()
+    second = flow.model("rival", TrainedRoleConfig(model=rival))
+    third = flow.model("frozen", RoleConfig())
+    trained(flow, played(flow, second=second, third=third), "policy", "rival")
+    return complete_graph(flow, config, warm_starts=warm_starts).engine_sharers
+
+
+@pytest.mark.parametrize("path", ["", "models/base", os.path.abspath("models/base")])
+def test_policies_with_adapters_of_one_base_model_share_engines(path: str) -> None:
+    assert sharers(ADAPTED, ModelConfig(path=path, lora="r4a9:q_proj")) == ("rival",)
+
+
+def test_policies_with_other_weights_have_engines_of_their_own() -> None:
+    adapters = ModelConfig(lora="r4")
+    assert sharers(ADAPTED, ModelConfig()) == ()
+    assert sharers(ADAPTED, replace(adapters, path="models/other")) == ()
+    assert sharers(ADAPTED, replace(adapters, dtype="bfloat16")) == ()
+    # The rival would begin with the result of the warm start, the engine has the base model.
+    assert sharers(ADAPTED, adapters, warm_starts=True) == ()
+    assert sharers(ADAPTED, replace(adapters, path="models/base"), warm_starts=True) == ("rival",)
+    merged = replace(ADAPTED, rollout=RolloutConfig(engine="vllm"))
+    assert sharers(merged, adapters) == ()
 
 
 def test_a_policy_has_all_seats_that_it_does_not_share() -> None:

@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from safetensors.numpy import load_file
 
@@ -144,6 +145,29 @@ def test_three_models_play_and_two_of_them_learn(tmp_path: Path) -> None:
         hint = re.sub("<[a-z]+>", "", record["turns"][-1]["text"])  # but for special tokens
         assert not set(hint) - set("ab9876543210=")
         assert record["reward"] >= 0, "the opponent's reward counts"
+
+
+@pytest.mark.slow
+def test_two_policies_with_adapters_share_an_engine(tmp_path: Path) -> None:
+    """Kill the actor of the shared engine too, which serves both policies."""
+    directory, model = tmp_path / "runs" / "seats", tmp_path / "model"
+    build_tiny_model(model, characters="0123456789?<>=", num_layers=2)
+    adapters = (
+        f"--model.path {model} --model.lora r8 --rival.model.lora r4 --rollout.engine vllm "
+        "--rollout.kv-cache-gib 0.125 --rollout.vllm.enable-lora --num-steps 6"
+    )
+    job = start(recipe(tmp_path), options(tmp_path, *adapters.split()), tmp_path)
+    try:
+        job.wait_for_step(directory, 2)
+        actors = [pid for pid, name in job.processes().items() if "RolloutActor" in name]
+        assert len(actors) == 2  # that of both policies, and the opponent's
+        (of_vllm,) = [pid for pid in actors if psutil.Process(pid).children()]
+        os.kill(of_vllm, signal.SIGKILL)
+        assert job.wait() == 0, job.output
+        assert job.left_behind() == {}
+    finally:
+        job.end()
+    check_trained(directory, 6)
 
 
 @pytest.mark.slow

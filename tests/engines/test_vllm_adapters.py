@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,18 @@ import pytest
 from rlsys.algorithms import cross_entropy
 from rlsys.config import RolloutConfig
 from rlsys.config.lora import Lora
+from rlsys.engines.generation.generation_protocol import GenerationEngine
+from rlsys.engines.generation.shared_engine import PolicyView, views_of
 from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.launcher.tiny_models import build_tiny_model
-from rlsys.types import Generation, TrainRow, WeightManifest
+from rlsys.types import (
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    TrainRow,
+    WeightManifest,
+)
 from tests.engines.distribution import p_value
 from tests.engines.published import read_all
 from tests.engines.training_harness import accumulate, make_engine, make_rows
@@ -49,7 +57,7 @@ PROMPTS = [REPEATED, list(range(3, 50)), [17, 17, 17, 17], [7, 8] * 9]
 class Policy:
     """A trainer whose adapters are published unmerged, and its merged models by version."""
 
-    def __init__(self, path: Path, directory: Path, lora: str = LORA) -> None:
+    def __init__(self, path: Path, directory: Path, lora: str = LORA, name: str = "") -> None:
         self.engine: FSDPEngine = make_engine(
             path,
             lora=lora,
@@ -58,14 +66,14 @@ class Policy:
             temperature=1.0,
             learning_rate=3e-2,
         )
-        self._directory = directory
+        self._directory, self._name = directory, name
         self.models = [load(path)]
 
     def step(self) -> WeightManifest:
         """Train a step, and publish its version."""
-        accumulate(self.engine, [make_rows(6, seed=len(self.models))])
+        accumulate(self.engine, [make_rows(6, seed=len(self.models) + 100 * len(self._name))])
         self.engine.optimizer_step()
-        merged = self._directory / f"merged-{len(self.models)}"
+        merged = self._directory / f"merged{self._name}-{len(self.models)}"
         self.engine.export(merged)
         self.models.append(load(merged))
         return self.publish()
@@ -110,10 +118,18 @@ def policy(model_path: Path, tmp_path: Path) -> Iterator[Policy]:
 
 
 @asynccontextmanager
-async def running(path: Path, *, lora: str = LORA, **options: Any) -> AsyncIterator[VLLMEngine]:
+async def running(
+    path: Path, *, lora: str = LORA, others: Mapping[str, str] | None = None, **options: Any
+) -> AsyncIterator[VLLMEngine]:
     sizes: dict[str, Any] = {"max_running": 64, "kv_cache_gib": 0.125}
     rollout = RolloutConfig(engine="vllm", vllm={"enable_lora": True}, **(sizes | options))
-    engine = VLLMEngine(str(path), rollout, dtype="float32", lora=Lora.parse(lora))
+    engine = VLLMEngine(
+        str(path),
+        rollout,
+        dtype="float32",
+        lora=Lora.parse(lora),
+        others={name: Lora.parse(one) for name, one in (others or {}).items()},
+    )
     await engine.start()
     try:
         yield engine
@@ -122,7 +138,7 @@ async def running(path: Path, *, lora: str = LORA, **options: Any) -> AsyncItera
 
 
 async def over_an_update(
-    engine: VLLMEngine, policy: Policy, **sampling: Any
+    engine: GenerationEngine, policy: Policy, **sampling: Any
 ) -> tuple[list[Generation], list[Generation]]:
     """Return completions that an update interrupts, and later ones of the same prompts."""
     engine.submit(make_requests(PROMPTS, "over", **{"max_tokens": 200} | sampling))
@@ -198,6 +214,83 @@ def test_a_version_is_an_adapter(kind: str, tmp_path: Path) -> None:
     merged = sum(one.numel() for one in policy.models[0].parameters())
     assert sum(one.numel() for one in factors.values()) < merged / 5
     policy.engine.close()
+
+
+async def together(
+    views: Sequence[PolicyView], requests: Sequence[GenerationRequest]
+) -> list[list[Generation]]:
+    """Run the same requests for each policy, in one batch from the first step on."""
+    await views[0].pause()
+    for view in views:
+        view.submit(requests)
+    await views[0].resume()
+    return [await collect_all(view, len(requests)) for view in views]
+
+
+OTHER = "r3a12:q_proj,o_proj,down_proj"  # of another rank, scale and other layers
+
+
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel": 2}], ids=["one rank", "two ranks"])
+def test_two_policies_share_an_engine(
+    options: dict[str, Any], model_path: Path, policy: Policy, tmp_path: Path
+) -> None:
+    """Expect of each policy the numbers of its own merged model and its own versions."""
+    rival = Policy(model_path, tmp_path, OTHER, name="rival")
+    requests = make_requests(PROMPTS, "both", max_tokens=24)
+    rival.step()  # so that versions and models of one number differ
+
+    async def scenario() -> tuple[list[list[Generation]], dict[str, int]]:
+        async with running(model_path, others={"rival": OTHER}, **options) as engine:
+            views = views_of(engine, 2)
+            mine, theirs = views
+            found = await together(views, requests)
+            await asyncio.gather(update(mine, policy.step()), update(theirs, rival.step()))
+            found += await together(views, requests)
+            assert sorted(await engine._llm.list_loras()) == [1, 2]
+
+            # An update of one policy keeps the prefixes of the other.
+            reused: dict[str, int] = {}
+
+            async def reusing(name: str, view: PolicyView) -> list[Generation]:
+                before = engine.stats().num_reused_tokens
+                completions = await generate(view, requests)
+                reused[name] = engine.stats().num_reused_tokens - before
+                return completions
+
+            found += [await reusing("own", mine), await reusing("rival's", theirs)]
+            await update(theirs, rival.step())
+            found += [await reusing("own again", mine), await reusing("rival's new", theirs)]
+
+            # Requests of both run over an update of one.
+            theirs.submit(make_requests(PROMPTS, "other", max_tokens=200))
+            over, after = await over_an_update(mine, policy)
+            found += [over, await collect_all(theirs, len(PROMPTS)), after]
+            assert (mine.stats().policy_version, theirs.stats().policy_version) == (2, 3)
+            return found, reused
+
+    found, reused = asyncio.run(scenario())
+    base, rivals_base, one, two, own, rivals, own_again, new, over, others, after = found
+    for completions, number in [(base, {0}), (one, {1}), (own, {1}), (own_again, {1})]:
+        assert versions(completions) == number
+        check(policy.models, completions)
+    for completions, number in [(rivals_base, {0}), (two, {2}), (rivals, {2}), (new, {3})]:
+        assert versions(completions) == number
+        check(rival.models, completions)
+    assert reused["own"] > 0
+    assert reused["own again"] == reused["own"] == reused["rival's"]
+    assert reused["rival's new"] == 0
+    assert versions(over) == {1, 2}
+    assert versions(after) == {2}
+    assert versions(others) == {3}
+    assert FinishReason.ABORTED not in {one.finish_reason for one in others}
+    assert max(len(one.token_ids) for one in others) == 200
+    check(policy.models, over)
+    check(policy.models, after)
+    check(rival.models, others)
+    # The numbers are not those of the other policy.
+    with pytest.raises(AssertionError):
+        check(rival.models, own)
+    rival.engine.close()
 
 
 TEMPERATURE = 0.2

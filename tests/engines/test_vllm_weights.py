@@ -109,14 +109,14 @@ class Slots:
         self.active = [one for one in self.active if one != number]
 
     def add_adapter(self, adapter: Any) -> None:
-        assert not self.active
+        assert adapter.id not in self.active
         self.added.append(adapter)
 
     def activate_adapter(self, number: int) -> None:
         self.active.append(number)
 
 
-def updater_of(slots: Slots, *layers: str) -> Any:
+def updater_of(slots: Slots, *layers: str, number: int = 1) -> Any:
     from rlsys.engines.generation.vllm.vllm_adapters import AdapterUpdater
 
     runner = SimpleNamespace(
@@ -130,7 +130,7 @@ def updater_of(slots: Slots, *layers: str) -> Any:
             f"{layer}.lora_B.weight": (4, 2),
         }.items()
     }
-    return AdapterUpdater(runner, shapes, r=2, lora_alpha=6)
+    return AdapterUpdater(runner, number, shapes, r=2, lora_alpha=6)
 
 
 def test_an_adapter_is_replaced_in_the_pause_only() -> None:
@@ -157,6 +157,25 @@ def test_an_adapter_is_replaced_in_the_pause_only() -> None:
         assert torch.equal(adapter.loras["block.q_proj"].lora_b, 3 * b)
         weights.verify()  # the scaling is not in the trainer's memory
     assert len(slots.active) == 1
+
+
+def test_an_update_of_one_policy_replaces_its_adapter_only() -> None:
+    slots = Slots()
+    updater_of(slots, "block.q_proj", "block.o_proj", number=1)
+    rival = updater_of(slots, "block.q_proj", number=2)
+    assert slots.active == [1, 2]
+    manifest = published.publish(
+        1,
+        [
+            ("block.q_proj.lora_A.weight", torch.ones(2, 3)),
+            ("block.q_proj.lora_B.weight", torch.ones(4, 2)),
+        ],
+    )
+    with Weights(manifest) as weights:
+        rival.prepare(weights)()
+    assert [one.id for one in slots.added] == [1, 2, 2]
+    assert slots.active == [1, 2]
+    assert set(slots.added[-1].loras) == {"block.q_proj"}
 
 
 def test_a_layer_that_vllm_cannot_adapt_is_rejected() -> None:

@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from rlsys.config import RolloutConfig
+from rlsys.engines.generation.generation_protocol import GenerationEngine
 from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
 from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.launcher.tiny_models import build_tokenizer
@@ -64,7 +65,7 @@ def make_requests(
     ]
 
 
-async def collect_all(engine: VLLMEngine, num: int) -> list[Generation]:
+async def collect_all(engine: GenerationEngine, num: int) -> list[Generation]:
     """Return the next `num` generations, ordered by the number in their ids."""
     generations: list[Generation] = []
     async with asyncio.timeout(TIMEOUT_S):
@@ -74,7 +75,9 @@ async def collect_all(engine: VLLMEngine, num: int) -> list[Generation]:
     return sorted(generations, key=lambda g: int(g.request_id.rsplit("-")[-1]))
 
 
-async def generate(engine: VLLMEngine, requests: Sequence[GenerationRequest]) -> list[Generation]:
+async def generate(
+    engine: GenerationEngine, requests: Sequence[GenerationRequest]
+) -> list[Generation]:
     """Run `requests` as one batch from the first step on, by sending them while paused."""
     await engine.pause()
     engine.submit(requests)
@@ -82,7 +85,7 @@ async def generate(engine: VLLMEngine, requests: Sequence[GenerationRequest]) ->
     return await collect_all(engine, len(requests))
 
 
-async def update(engine: VLLMEngine, manifest: WeightManifest) -> None:
+async def update(engine: GenerationEngine, manifest: WeightManifest) -> None:
     await engine.prepare(manifest)
     await engine.pause()
     await engine.load()

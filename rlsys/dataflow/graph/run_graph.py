@@ -7,11 +7,12 @@ Nothing changes a RunGraph. Another configuration needs another one.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from rlsys.config import RunConfig
+from rlsys.config import RunConfig, TrainedRoleConfig
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.dataflow.graph.stages import (
@@ -41,6 +42,7 @@ class RunGraph(StageGraph):
     stages: tuple[Stage, ...]
     models: Mapping[str, Model]
     max_context: int | None = None
+    engine_sharers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "models", MappingProxyType(dict(self.models)))
@@ -53,6 +55,7 @@ def complete_graph(
     *,
     max_context: int | None = None,
     experts: tuple[int, int] | None = None,
+    warm_starts: bool = False,
 ) -> RunGraph:
     """Return the graph of a run. The recipe's graph `flow` does not change.
 
@@ -65,6 +68,7 @@ def complete_graph(
         max_context: Maximum tokens of a row of the main model.
         experts: If routing is replayed: how many numbers each token has, and the bytes of each
             (rlsys.engines.models.routing).
+        warm_starts: Whether supervised steps change the main model before the run.
 
     Raises:
         InvalidValue: The graph breaks a rule or does not fit the configuration.
@@ -81,7 +85,35 @@ def complete_graph(
     stages = _with_proximal(flow, config.trainer.updates_per_step)
     if experts is not None:
         stages = _with_experts(stages, *experts)
-    return RunGraph(stages=stages, models=flow.models, max_context=max_context)
+    return RunGraph(
+        stages=stages,
+        models=flow.models,
+        max_context=max_context,
+        engine_sharers=_engine_sharers(flow, config, warm_starts=warm_starts),
+    )
+
+
+def _engine_sharers(flow: StageGraph, config: RunConfig, *, warm_starts: bool) -> tuple[str, ...]:
+    """Return the other policies that an engine with the main model's base weights can serve too.
+
+    vLLM gets their adapters unmerged, and they have the same base model in the same precision.
+    A policy without a path begins with the main model's weights, which a warm start changes.
+    """
+    own = config.model
+
+    def has_own_base(path: str) -> bool:
+        return os.path.abspath(path) == os.path.abspath(own.path) if path else not warm_starts
+
+    return tuple(
+        name
+        for name in flow.other_policies
+        if isinstance(role := flow.models[name].config, TrainedRoleConfig)
+        and config.rollout.sends_adapters
+        and own.lora
+        and role.model.lora
+        and role.model.dtype == own.dtype
+        and has_own_base(role.model.path)
+    )
 
 
 def _with_proximal(flow: Dataflow, updates_per_step: int) -> tuple[Stage, ...]:

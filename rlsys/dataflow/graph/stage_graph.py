@@ -41,6 +41,8 @@ class StageGraph:
     """The models by their names."""
     max_context: int | None = None
     """Maximum tokens of a row of the main model. None if the model is not known."""
+    engine_sharers: Sequence[str] = ()
+    """Names of the other policies that the engines of the main model serve too."""
 
     def stage(self, kind: type[S]) -> S:
         """Return the first stage of a kind.
@@ -100,8 +102,17 @@ class StageGraph:
     @property
     def other_policies(self) -> list[str]:
         """Names of trained models that play seats, besides the main one."""
-        played = [one for stage in self.all(PlayStage) for one in stage.partners]
-        return [model.name for model in played if model.may_train]
+        return [model.name for model in self.partners if model.may_train]
+
+    @property
+    def partners(self) -> list[Model]:
+        """Models that play seats besides the main one, frozen or trained."""
+        return [model for stage in self.all(PlayStage) for model in stage.partners]
+
+    @property
+    def partners_with_engines(self) -> list[Model]:
+        """Partners that have engines of their own."""
+        return [model for model in self.partners if model.name not in self.engine_sharers]
 
     @property
     def step_stages(self) -> list[StepStage]:

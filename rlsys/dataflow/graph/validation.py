@@ -270,8 +270,7 @@ def _check_read(flow: StageGraph, stage: Stage, column: Column) -> None:
 
 def _check_models_used(flow: StageGraph) -> None:
     trained = {stage.model.name for stage in flow.all(TrainStage)}
-    partners = [one for stage in flow.all(PlayStage) for one in stage.partners]
-    stage_of_frozen = {one.name: "play" for one in partners if not one.may_train}
+    stage_of_frozen = {one.name: "play" for one in flow.partners if not one.may_train}
     for stage in flow.row_stages:
         name = stage.model.name
         require(
@@ -284,7 +283,7 @@ def _check_models_used(flow: StageGraph) -> None:
         )
         stage_of_frozen[name] = stage.name
     run = {*trained, *stage_of_frozen, *(stage.model.name for stage in flow.all(InferStage))}
-    run.update(one.name for one in partners)
+    run.update(one.name for one in flow.partners)
     for name, model in flow.models.items():
         require(
             model.is_main or name in run,

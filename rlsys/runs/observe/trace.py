@@ -71,7 +71,7 @@ class Tracer:
     def __init__(
         self, process: str, *, clock: Clock | None = None, max_pending: int = MAX_PENDING
     ) -> None:
-        self._process = process
+        self.process = process
         self._max_pending = max_pending
         self._events: list[Event] = []
         self._num_lost = 0
@@ -82,7 +82,11 @@ class Tracer:
         self._work_ns = self._wait_ns = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self._process, self._max_pending)
+        return _restored, (self.process, self._max_pending)
+
+    def of(self, process: str) -> Tracer:
+        """Return a tracer of another name, for tracks that overlap those of this one."""
+        return Tracer(process, clock=self.now, max_pending=self._max_pending)
 
     def span(self, track: str, name: str, **args: Any) -> TraceSpan:
         """Return a context that records a span.
@@ -143,7 +147,7 @@ class Tracer:
         """Return what was recorded since the last call."""
         self._count(0)
         batch = TraceBatch(
-            self._process, self._events, self._num_lost, self._work_ns / 1e9, self._wait_ns / 1e9
+            self.process, self._events, self._num_lost, self._work_ns / 1e9, self._wait_ns / 1e9
         )
         self._events, self._num_lost = [], 0
         self._work_ns = self._wait_ns = 0

@@ -1,11 +1,13 @@
-"""Replacing the adapter of a running vLLM, which keeps the weights of the base model.
+"""Replacing the adapters of a running vLLM, which keeps the weights of the base model.
 
-    shapes of the factors ──► AdapterUpdater(runner, shapes, …)            once: zeros
+    shapes of the factors ──► AdapterUpdater(runner, number, shapes, …)    once: zeros
     Weights               ──► AdapterUpdater.prepare(weights) ──► switch()   each update
 
-All requests use one adapter, whose factors are in slot 0 of vLLM's LoRA layers. A switch overwrites
-the slot, so that running requests go on with the new factors and the old ones are freed. The
-addresses, which CUDA graphs hold, do not change. The engine starts with zeros: the base model.
+All requests of a policy use one adapter. vLLM's LoRA layers have as many slots as there are
+policies, each with the factors of one of them. A switch overwrites the slot of its policy, so that
+running requests go on with the new factors and the old ones are freed. Other slots and the
+addresses, which CUDA graphs hold, do not change. The engine starts with zeros: the base model. A
+layer that the adapter of a policy does not have gets zeros too.
 
 There are no requests without an adapter: on the CPU, vLLM 0.32 gives those the adapter of its last
 slot.
@@ -22,24 +24,30 @@ import torch
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
-from rlsys.engines.generation.vllm.vllm_requests import ADAPTER_NUMBER
 from rlsys.errors import InvalidValue
 from rlsys.reallocation.shards import Box, TensorShard
 from rlsys.reallocation.transport.weight_views import Weights
 
 
 class AdapterUpdater:
-    """Replaces the adapter of `runner`, vLLM's model runner of one tensor-parallel rank.
+    """Replaces an adapter of `runner`, vLLM's model runner of one tensor-parallel rank.
 
-    `shapes` are those of all factors by published name (`factor_tensors`). B A is multiplied by
-    `lora_alpha` / `r`.
+    `number` is that of the adapter, from 1. `shapes` are those of all its factors by published
+    name (`factor_tensors`). B A is multiplied by `lora_alpha` / `r`.
 
     Raises InvalidValue if vLLM has no LoRA kernel for one of the layers.
     """
 
     def __init__(
-        self, runner: Any, shapes: Mapping[str, tuple[int, ...]], *, r: int, lora_alpha: int
+        self,
+        runner: Any,
+        number: int,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        r: int,
+        lora_alpha: int,
     ) -> None:
+        self._number = number
         self._manager = runner.lora_manager._adapter_manager
         self._shapes = shapes
         self._dtype: torch.dtype = self._manager.lora_config.lora_dtype
@@ -79,7 +87,7 @@ class AdapterUpdater:
 
     def _adapter(self, factors: Mapping[str, torch.Tensor]) -> Any:
         return LoRAModel.from_lora_tensors(
-            ADAPTER_NUMBER,
+            self._number,
             dict(factors),
             self._config,
             device="cpu",
@@ -88,9 +96,9 @@ class AdapterUpdater:
         )
 
     def _load(self, adapter: Any) -> None:
-        self._manager.remove_adapter(ADAPTER_NUMBER)
+        self._manager.remove_adapter(self._number)
         self._manager.add_adapter(adapter)
-        self._manager.activate_adapter(ADAPTER_NUMBER)
+        self._manager.activate_adapter(self._number)  # takes the first free slot: its own
 
     def _check(self, layers: Iterable[str]) -> None:
         """Check that vLLM reads the factors of each layer, which it would ignore otherwise."""

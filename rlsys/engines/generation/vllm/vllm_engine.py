@@ -11,6 +11,12 @@ was paused. Running requests keep their KV cache over an update. The prefix cach
 number of updates and by the salts of requests, so a request submitted after an update never reads
 keys and values of older weights.
 
+One engine can serve several policies of one base model, each with adapters of its own. Requests
+name their policy by its number, and an update replaces the adapters of one policy. vLLM marks
+tokens with the versions of all policies, of which a request takes its policy's. The prefix cache is
+keyed by the policy too. rlsys.engines.generation.shared_engine makes a GenerationEngine of each
+policy.
+
 Log-probabilities are those of softmax(logits / temperature), before top-k, top-p and structures
 restrict it; at temperature 0 (the most likely token), those of softmax(logits). Structures use
 vLLM's structured outputs; when a completion ends, tokens without an alternative are marked here.
@@ -38,8 +44,8 @@ import itertools
 import os
 import pickle
 import tempfile
-from collections.abc import Collection, Coroutine, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from rlsys.config import RolloutConfig
@@ -59,6 +65,7 @@ from rlsys.engines.generation.vllm.vllm_requests import (
     generation,
     partial_generation,
     read_prior_text,
+    version_label,
     vllm_params,
     vllm_prompt,
 )
@@ -82,6 +89,18 @@ PROCESSES_ENDED = "its processes have ended; see its messages above for the caus
 Result = TypeVar("Result")
 
 
+@dataclass(kw_only=True)
+class _Policy:
+    """A policy of the engine."""
+
+    setting: str = "model.lora"  # the option of its adapters
+    lora: Lora | None  # these, if versions are adapters
+    shapes: dict[str, Any] = field(default_factory=dict)  # of the tensors of a version, by name
+    version: int = 0
+    prepared: int = 0
+    num_loads: int = 0
+
+
 class VLLMEngine:
     """A GenerationEngine that runs vLLM.
 
@@ -90,7 +109,8 @@ class VLLMEngine:
     less. `shares_device` means that the engine will `release` its memory, which vLLM on GPUs then
     allocates differently. `reuses_prefixes` enables vLLM's prefix cache for models that support it.
     `lora` are the adapters that are trained. If rollout.vllm.enable_lora is set, the engine keeps
-    the weights of `path`, and a version consists of the factors of the adapters.
+    the weights of `path`, and a version consists of the factors of the adapters. Then the engine
+    can serve more policies, numbered from 1: `others` are their adapters, by name.
     """
 
     def __init__(
@@ -103,6 +123,7 @@ class VLLMEngine:
         shares_device: bool = False,
         reuses_prefixes: bool = True,
         lora: Lora | None = None,
+        others: Mapping[str, Lora] | None = None,
     ) -> None:
         self._path = path
         self._rollout = rollout
@@ -110,15 +131,15 @@ class VLLMEngine:
         self._max_context = max_context
         self._shares_device = shares_device
         self._reuses_prefixes = reuses_prefixes
-        self._lora = lora if rollout.sends_adapters else None
+        self._policies = [_Policy(lora=lora if rollout.sends_adapters else None)]
+        for name, adapters in (others or {}).items():
+            self._policies.append(_Policy(lora=adapters, setting=f"{name}.model.lora"))
         self._is_asleep = False
-        self._shapes: dict[str, Any] = {}
         self._routing: Routing | None = None  # if the experts of tokens are recorded
         self._experts: ExpertSource | None = None
         self._stop_token_ids: tuple[int, ...] = ()
         self._decode_text: DecodeText | None = None  # created on first use
         self._llm: Any = None  # vLLM's AsyncLLM, between start and close
-        self._version = self._prepared = 0
         self._tasks: dict[str, asyncio.Task[Generation]] = {}  # unfinished, by request id
         self._aborted: set[str] = set()  # among unfinished requests
         self._constrained: dict[str, GenerationRequest] = {}  # among unfinished requests
@@ -127,7 +148,6 @@ class VLLMEngine:
         self._num_finished_tokens = 0
         self._num_prompt_tokens = self._num_reused_tokens = 0
         self._num_drafted = self._num_accepted = 0  # tokens, when last read
-        self._num_loads = 0
         self._num_preempted = 0  # when last read
         self._numbers = itertools.count()  # one per request
         self._changed = asyncio.Event()  # a request has finished, or the engine has failed
@@ -172,7 +192,12 @@ class VLLMEngine:
         limit: int = self._llm.model_config.max_model_len
         return limit
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+    @property
+    def policy_versions(self) -> list[int]:
+        """Versions of all policies, by number."""
+        return [policy.version for policy in self._policies]
+
+    def submit(self, requests: Sequence[GenerationRequest], *, policy: int = 0) -> None:
         """See `GenerationEngine.submit`."""
         self._check_alive()
         prepared: dict[str, Any] = {}
@@ -187,7 +212,8 @@ class VLLMEngine:
             prepared[request.request_id] = self._params(request)
         for request in requests:
             params = prepared[request.request_id]
-            task = asyncio.create_task(self._generate(request, params), name=request.request_id)
+            sampling = self._generate(request, params, policy)
+            task = asyncio.create_task(sampling, name=request.request_id)
             self._tasks[request.request_id] = task
             if request.sampling.structure:
                 self._constrained[request.request_id] = request
@@ -246,37 +272,43 @@ class VLLMEngine:
         core = self._llm.engine_core
         await self._call(core.pause_scheduler_async(mode="keep", clear_cache=False))
 
-    async def prepare(self, manifest: WeightManifest) -> None:
+    async def prepare(self, manifest: WeightManifest, *, policy: int = 0) -> None:
         """See `GenerationEngine.prepare`."""
         self._check_alive()
-        weights = await asyncio.to_thread(open_verified, manifest, self._shapes)
+        updated = self._policies[policy]
+        weights = await asyncio.to_thread(open_verified, manifest, updated.shapes)
         with contextlib.closing(weights):  # the workers keep it open
-            await self._rpc("rlsys_prepare", pickle.dumps(weights.local))
-        while not all(answers := await self._rpc("rlsys_is_prepared")):  # noqa: ASYNC110
+            await self._rpc("rlsys_prepare", pickle.dumps(weights.local), policy)
+        while not all(answers := await self._rpc("rlsys_is_prepared", policy)):  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
         for answer in answers:
             if answer is not True:
                 kind, text = answer
                 raise UPDATE_ERRORS[kind](text)
-        self._prepared = manifest.version
+        updated.prepared = manifest.version
 
-    async def load(self) -> None:
+    async def load(self, *, policy: int = 0) -> None:
         """See `GenerationEngine.load`."""
         self._check_alive()
         if self._is_asleep:
             await self._call(self._llm.wake_up())
             self._is_asleep = False
-        await self._rpc("rlsys_load")
+        await self._rpc("rlsys_load", policy)
         if self._rollout.speculation:
             await self._read_counts()
-        await self._call(self._llm.update_weight_version(str(self._prepared)))
-        self._version = self._prepared
-        self._num_loads += 1
+        updated = self._policies[policy]
+        updated.version = updated.prepared
+        updated.num_loads += 1
+        await self._label_versions()
 
     async def holdings(self) -> list[list[TensorShard]]:
         """Return each tensor-parallel rank's shards of the Hugging Face model."""
         self._check_alive()
         return [pickle.loads(pickled) for pickled in await self._rpc("rlsys_holdings")]
+
+    async def _label_versions(self) -> None:
+        """Let vLLM mark later tokens with the versions of all policies."""
+        await self._call(self._llm.update_weight_version(version_label(self.policy_versions)))
 
     async def _read_counts(self) -> None:
         """Read the counts of the first rank; those of the others are equal."""
@@ -308,7 +340,7 @@ class VLLMEngine:
             num_waiting=len(self._tasks) - num_running,  # requests without a token yet
             num_running=num_running,
             num_generated_tokens=self._num_finished_tokens + sum(num_tokens),
-            policy_version=self._version,
+            policy_version=self._policies[0].version,
             num_prompt_tokens=self._num_prompt_tokens,
             num_reused_tokens=self._num_reused_tokens,
             kv_usage=self._kv_usage(),
@@ -340,11 +372,12 @@ class VLLMEngine:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def _read_config(self) -> None:
-        model = meta_model(self._path)
-        lora, draft = self._lora, self._rollout.draft
-        self._shapes = model_tensors(model) if lora is None else dict(factor_tensors(model, lora))
+        model, draft = meta_model(self._path), self._rollout.draft
+        for policy in self._policies:
+            lora = policy.lora
+            policy.shapes = model_tensors(model) if lora is None else factor_tensors(model, lora)
         if draft is not None and draft.trained_along:
-            self._shapes |= published_head(draft.model, model.config)
+            self._policies[0].shapes |= published_head(draft.model, model.config)
         if self._rollout.replay_routing:
             self._routing = routing_of(model)
 
@@ -356,8 +389,13 @@ class VLLMEngine:
             max_context=self._max_context,
             shares_device=self._shares_device,
             reuses_prefixes=self._reuses_prefixes,
-            lora=self._lora,
-            adapted_layers=() if self._lora is None else set(map(layer_of, self._shapes)),
+            loras=[one.lora for one in self._policies if one.lora is not None],
+            adapted_layers={
+                layer_of(factor)
+                for one in self._policies
+                if one.lora is not None
+                for factor in one.shapes
+            },
             sockets=sockets,
         )
 
@@ -370,16 +408,10 @@ class VLLMEngine:
         self._llm._run_output_handler()  # a task that ends when vLLM's processes do
         self._llm.output_handler.add_done_callback(lambda _: self._fail(PROCESSES_ENDED))
         await self._call(self._llm.get_supported_tasks())  # cached for later requests
-        await self._call(self._llm.update_weight_version(str(self._version)))
-        shapes = {name: tuple(tensor.shape) for name, tensor in self._shapes.items()}
-        lora = self._lora
-        adapter = None if lora is None else {"r": lora.rank, "lora_alpha": lora.alpha}
-        refusals = await self._rpc("rlsys_start", shapes, adapter)
-        if any(refusals):
-            rule, fix = next(filter(None, refusals))
-            if lora is not None:
-                raise InvalidValue("model.lora", rule=rule, fix=fix)
-            raise InvalidValue("model.path", self._path, rule=rule, fix=fix)
+        await self._label_versions()
+        await self._start_policy(self._policies[0], "rlsys_start")
+        for policy in self._policies[1:]:
+            await self._start_policy(policy, "rlsys_add_policy")
         if self._routing is not None:
             by_hooks = not self._llm.vllm_config.aux_output_config.enabled
             self._experts = await expert_source(self._rpc, self._routing, by_hooks=by_hooks)
@@ -388,6 +420,18 @@ class VLLMEngine:
         )
         (await self._call(self._generate(trial, self._params(trial)))).raise_failure()
         self._num_prompt_tokens = 0  # the trial does not count
+
+    async def _start_policy(self, policy: _Policy, method: str) -> None:
+        """Let the workers prepare for updates of a policy."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in policy.shapes.items()}
+        lora = policy.lora
+        adapter = None if lora is None else {"r": lora.rank, "lora_alpha": lora.alpha}
+        refusals = await self._rpc(method, shapes, adapter)
+        if any(refusals):
+            rule, fix = next(filter(None, refusals))
+            if lora is not None:
+                raise InvalidValue(policy.setting, rule=rule, fix=fix)
+            raise InvalidValue("model.path", self._path, rule=rule, fix=fix)
 
     def _params(self, request: GenerationRequest) -> Any:
         return vllm_params(request, self._llm, self._stop_token_ids)
@@ -399,28 +443,30 @@ class VLLMEngine:
             if state.external_req_id == request.request_id:
                 read_prior_text(state, request, self._decode_text)
 
-    async def _generate(self, request: GenerationRequest, params: Any) -> Generation:
+    async def _generate(
+        self, request: GenerationRequest, params: Any, policy: int = 0
+    ) -> Generation:
         """Sample a completion.
 
         Runs without suspending until vLLM has the request, so vLLM sees them in submission order.
         """
         request_id, completion = request.request_id, None
         if request_id not in self._aborted:
-            number = next(self._numbers)
-            prompt = vllm_prompt(request, num_loads=self._num_loads, number=number)
+            number, sampler = next(self._numbers), self._policies[policy]
+            prompt = vllm_prompt(request, num_loads=sampler.num_loads, number=number)
             # vLLM prefers the lowest priority.
             requested = self._llm.generate(
                 prompt,
                 params,
                 request_id,
-                lora_request=None if self._lora is None else adapter_request(),
+                lora_request=None if sampler.lora is None else adapter_request(policy),
                 priority=-request.priority,
             )
             async for output in requested:  # once, at the end
                 (completion,) = output.outputs
                 self._num_prompt_tokens += len(request.prompt_token_ids)
                 self._num_reused_tokens += output.num_cached_tokens
-        made = generation(request_id, completion)
+        made = generation(request_id, completion, policy)
         if self._experts is not None and completion is not None:
             num_sampled = len(made.token_ids)
             num_rows = len(request.prompt_token_ids) + num_sampled - 1 if num_sampled else 0

@@ -10,7 +10,7 @@ imported without it.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -37,15 +37,15 @@ def start_vllm(
     max_context: int | None,
     shares_device: bool,
     reuses_prefixes: bool,
-    lora: Lora | None,
+    loras: Sequence[Lora],
     adapted_layers: Collection[str],
     sockets: str,
 ) -> Any:
     """Return an AsyncLLM with a loaded model; arguments as those of VLLMEngine.
 
-    `lora` are adapters that the engine gets unmerged, in `adapted_layers`; None if it gets whole
-    weights. `sockets` is a directory in which the processes connect. It can be removed after the
-    first request.
+    `loras` are the adapters that the engine gets unmerged, one of each policy, all in
+    `adapted_layers`; empty if it gets whole weights. `sockets` is a directory in which the
+    processes connect. It can be removed after the first request.
 
     Raises ValueError for a model that vLLM does not serve, RuntimeError if a process of vLLM fails;
     all processes have then ended.
@@ -108,16 +108,16 @@ def start_vllm(
             os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the above
             # Even when eager, vLLM compiles two small functions, for 20 s in the first request.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        arguments |= {**rollout.vllm, "enable_lora": lora is not None}
-        if lora is not None:
+        arguments |= {**rollout.vllm, "enable_lora": bool(loras)}
+        if loras:
             arguments |= {
-                "max_loras": 1,
-                "max_lora_rank": lora.vllm_rank,
+                "max_loras": len(loras),
+                "max_lora_rank": max(one.vllm_rank or 0 for one in loras),
                 # Other layers run without a LoRA kernel.
                 "lora_target_modules": sorted({name.rpartition(".")[2] for name in adapted_layers}),
             }
         args = AsyncEngineArgs(**arguments)
-        if lora is not None:
+        if loras:
             _check_lora_support(args.create_model_config(), path)
         if max_context is not None:
             args.max_model_len = min(max_context, args.create_model_config().max_model_len)

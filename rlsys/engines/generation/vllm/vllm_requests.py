@@ -21,7 +21,6 @@ from rlsys.types import FinishReason, Generation, GenerationRequest
 
 STREAM = "rlsys_stream"  # extra argument for SeededSampler: stream key, number of prior tokens
 REQUEST_ID = "rlsys_request"  # extra argument for RouterHooks: the request's own id
-ADAPTER_NUMBER = 1  # of the only adapter of an engine
 FINISH_REASONS = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -106,16 +105,26 @@ def vllm_prompt(request: GenerationRequest, *, num_loads: int, number: int) -> A
     return prompt
 
 
-def adapter_request() -> Any:
-    """Return the adapter of a request.
+def adapter_number(policy: int) -> int:
+    """Return vLLM's number of a policy's adapter; 0 would be none."""
+    return policy + 1
 
-    Its name and path are the same for all versions. They are in vLLM's keys of the prefix cache,
-    where `num_loads` separates versions. vLLM does not read the path, because its workers have the
-    adapter since their start.
+
+def adapter_request(policy: int) -> Any:
+    """Return the adapter of a policy's request.
+
+    Its name and path are the same for all versions. They are in vLLM's keys of the prefix cache:
+    the name separates policies, `num_loads` separates versions. vLLM does not read the path,
+    because its workers have the adapter since their start.
     """
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest("policy", ADAPTER_NUMBER, "published by the trainer")
+    return LoRARequest(f"policy {policy}", adapter_number(policy), "published by the trainer")
+
+
+def version_label(versions: Sequence[int]) -> str:
+    """Return the versions of all policies as the one version that vLLM marks tokens with."""
+    return " ".join(map(str, versions))
 
 
 def read_prior_text(
@@ -127,9 +136,10 @@ def read_prior_text(
     state.detokenizer.output_text = text_after(decode, before, prior)
 
 
-def generation(request_id: str, completion: Any) -> Generation:
+def generation(request_id: str, completion: Any, policy: int = 0) -> Generation:
     """Return vLLM's final CompletionOutput as a Generation; None is a request that was not sent.
 
+    The tokens are marked with the versions of the policy that sampled them.
     `Generation.until_failure` has not been applied.
     """
     if completion is None:
@@ -137,7 +147,7 @@ def generation(request_id: str, completion: Any) -> Generation:
     else:
         token_ids, logprobs = completion.token_ids, completion.logprobs.logprobs
         versions = [
-            int(span.version)
+            int(span.version.split()[policy])
             for span in completion.weight_versions
             for _ in range(span.start, span.end)
         ]
@@ -157,4 +167,6 @@ def partial_generation(state: Any) -> Generation:
     completion = state._new_completion_output([], None, None)
     completion.weight_versions = state._weight_version_spans() or []
     completion.finish_reason = "abort"
-    return generation(state.external_req_id, completion)
+    adapter = state.lora_request
+    policy = 0 if adapter is None else adapter.lora_int_id - adapter_number(0)
+    return generation(state.external_req_id, completion, policy)

@@ -1,8 +1,9 @@
 """The vLLM worker of one tensor-parallel rank, extended for reinforcement learning.
 
 vLLM creates `Worker` in a process of its own, from the class's dotted name. VLLMEngine calls
-`rlsys_start` once, `rlsys_ping` now and then, and for each weight update `rlsys_prepare`,
-`rlsys_is_prepared` until it is true, and `rlsys_load`. The worker adds to vLLM's
+`rlsys_start` once, `rlsys_add_policy` for each other policy of the engine, `rlsys_ping` now and
+then, and for each weight update `rlsys_prepare`, `rlsys_is_prepared` until it is true, and
+`rlsys_load`. Policies are numbered from 0. The worker adds to vLLM's
 
 - weights from shared memory into the running model,
 - sampling by the requests' own random streams, log-probabilities before top-k and top-p,
@@ -34,6 +35,7 @@ from vllm.platforms import current_platform
 from rlsys.engines.devices.offload import OffloadedMemory
 from rlsys.engines.generation.vllm.vllm_adapters import AdapterUpdater
 from rlsys.engines.generation.vllm.vllm_drafter import split_shapes, with_drafter
+from rlsys.engines.generation.vllm.vllm_requests import adapter_number
 from rlsys.engines.generation.vllm.vllm_router_hooks import (
     RouterHooks,
     check_routers,
@@ -63,9 +65,9 @@ class Worker(PlatformWorker):
     Mistakes that a user can correct are returned as text, because vLLM would hide an exception.
     """
 
-    _updater: Updater
+    _updaters: list[Updater]  # by policy
+    _updates: dict[int, Update]  # by policy, those that are being prepared
     _drafts: DraftCounts
-    _update: Update | None = None
     _num_preempted = 0  # since the start
     _asleep: OffloadedMemory | None = None  # keys and values, on the CPU
     _hooks: RouterHooks | None = None  # of the first rank on the CPU, if experts are recorded
@@ -91,6 +93,14 @@ class Worker(PlatformWorker):
         """
         self._remove_rendezvous_file()
         self._replace_samplers()
+        self._updaters, self._updates = [], {}
+        return self.rlsys_add_policy(shapes, adapter)
+
+    def rlsys_add_policy(
+        self, shapes: Mapping[str, list[int]], adapter: Mapping[str, int] | None
+    ) -> tuple[str, str] | None:
+        """Prepare for updates of the next policy, with an adapter of its own; see `rlsys_start`."""
+        number = adapter_number(len(self._updaters))
         of_policy, of_head = split_shapes(shapes)
         dtype = self.model_config.dtype
         try:
@@ -102,9 +112,9 @@ class Worker(PlatformWorker):
                     partial(as_saved, self.model_config.model),
                 )
                 if adapter is None
-                else AdapterUpdater(self.model_runner, of_policy, **adapter)
+                else AdapterUpdater(self.model_runner, number, of_policy, **adapter)
             )
-            self._updater = with_drafter(updater, self.model_runner, of_head, dtype)
+            self._updaters.append(with_drafter(updater, self.model_runner, of_head, dtype))
         except InvalidValue as error:
             return error.rule, error.fix
         except ValueError as error:
@@ -156,7 +166,7 @@ class Worker(PlatformWorker):
 
     def rlsys_holdings(self) -> bytes:
         """Return this rank's shards of the Hugging Face model, pickled for vLLM's channel."""
-        return pickle.dumps(self._updater.holdings)
+        return pickle.dumps(self._updaters[0].holdings)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run a step, and count the requests that the scheduler has preempted for it."""
@@ -184,34 +194,34 @@ class Worker(PlatformWorker):
         if scheme == "file":
             Path(path).unlink(missing_ok=True)
 
-    def rlsys_prepare(self, pickled_manifest: bytes) -> None:
-        """Start to prepare a verified version during generation.
+    def rlsys_prepare(self, pickled_manifest: bytes, policy: int = 0) -> None:
+        """Start to prepare a verified version of a policy during generation.
 
         The manifest is pickled, because vLLM's channel carries plain data only.
         """
-        self.begin_update(pickle.loads(pickled_manifest))
+        self.begin_update(pickle.loads(pickled_manifest), policy)
 
-    def begin_update(self, manifest: WeightManifest) -> None:
-        """Open a version and prepare it on a thread, in place of an earlier one."""
-        before, self._update = self._update, None
+    def begin_update(self, manifest: WeightManifest, policy: int = 0) -> None:
+        """Open a version and prepare it on a thread, in place of an earlier one of the policy."""
+        before = self._updates.pop(policy, None)
         if before is not None:
             before.release()
-        self._update = Update(self._updater, manifest, self.device)
+        self._updates[policy] = Update(self._updaters[policy], manifest, self.device)
 
-    def rlsys_is_prepared(self) -> bool | tuple[str, str]:
+    def rlsys_is_prepared(self, policy: int = 0) -> bool | tuple[str, str]:
         """Return whether the version is ready, or the name and text of one of UPDATE_ERRORS.
 
         Raises any other error of the preparation.
         """
-        assert self._update is not None
-        return self._update.is_ready()
+        return self._updates[policy].is_ready()
 
     def sleep(self, level: int = 1) -> None:
         """Free weights, keys and values at level 2, while nothing runs."""
         if not current_platform.is_cpu():
             super().sleep(level)
             return
-        self._updater.release()
+        for updater in self._updaters:
+            updater.release()
         # Zeros afterwards, as at the start: kernels read places that were not written yet.
         self._asleep = OffloadedMemory(tree_leaves(self.model_runner.kv_caches))
 
@@ -224,11 +234,10 @@ class Worker(PlatformWorker):
         self._asleep.take_back()
         self._asleep = None
 
-    def rlsys_load(self) -> None:
-        """Load the prepared version while generation is paused."""
-        assert self._update is not None
-        self._update.switch()
-        self._update = None
+    def rlsys_load(self, policy: int = 0) -> None:
+        """Load the prepared version of a policy while generation is paused."""
+        self._updates[policy].switch()
+        del self._updates[policy]
 
 
 class Update:

@@ -1,0 +1,106 @@
+"""A policy that the engine of another one's replica serves: its calls, and its shared fate."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.cluster.calls import Worker, WorkerDied
+from actors.rollout.policy_worker import PolicyHandle, PolicyWorker
+from actors.rollout.rollout_actor import RolloutActor
+from actors.store import store_writer
+from rlsys.engines.generation.shared_engine import PolicyEngines
+from rlsys.environments.workers.generation_broker import Ask
+from rlsys.runs.observe.trace import Tracer
+from rlsys.types import GenerationRequest, SamplingParams
+from tests.actors.test_rollout_actor import VERSION, Engine, Store
+
+
+async def answered(policy: str, method: str, *args: Any) -> tuple[Any, ...]:
+    return policy, method, *args
+
+
+ACTOR = SimpleNamespace(for_policy=SimpleNamespace(remote=answered))
+
+
+class Owner(Worker):
+    """Worker without a process."""
+
+    def __init__(self) -> None:
+        super().__init__("rollout-0", ACTOR, timeout_s=60)
+        self.num_ended = 0
+
+    def _end_process(self) -> None:
+        self.num_ended += 1
+
+
+def test_calls_name_their_policy() -> None:
+    worker = PolicyWorker("rival-rollout-0", Owner(), "rival")
+    call = worker.call("import_weights", "manifest", None, "share")
+    assert asyncio.run(call) == ("rival", "import_weights", "manifest", None, "share")
+    sent: PolicyHandle = pickle.loads(pickle.dumps(PolicyHandle(answered, "rival")))
+    assert not hasattr(sent, "_unknown")
+
+
+@pytest.mark.parametrize("ends_owner", [False, True])
+def test_both_workers_of_a_process_end_together(ends_owner: bool) -> None:
+    owner = Owner()
+    worker = PolicyWorker("rival-rollout-0", owner, "rival")
+    assert [owner.is_dead, worker.is_dead] == [False, False]
+    (owner if ends_owner else worker).end("it hangs")
+    assert [owner.is_dead, worker.is_dead] == [True, True]
+    assert owner.cause == "it hangs"
+    worker.kill()
+    owner.kill()
+    assert owner.num_ended == 1
+    with pytest.raises(WorkerDied):
+        asyncio.run(owner.call("collect"))
+
+
+class Named(Engine):
+    """Engine that records how many requests it got."""
+
+    num_requests = 0
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        super().submit(requests)
+        self.num_requests += len(requests)
+
+    async def collect(self) -> list[Any]:
+        while not self.requests:  # noqa: ASYNC110 - the fake engine has no event for it
+            await asyncio.sleep(0)
+        return await super().collect()
+
+
+def test_an_actor_samples_turns_with_the_engine_of_their_policy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_writer, "StoreClient", Store)
+    own: Any = Named()
+    rival: Any = Named()
+    engines = PolicyEngines(own=own, others={"rival": rival})
+    actor_class: Any = RolloutActor.__ray_actor_class__  # type: ignore[attr-defined]
+    gauges: Any = SimpleNamespace(set=lambda name, value: None)
+    actor = actor_class(lambda: engines, None, gauges, None, Tracer("rollout-0"))
+    request = GenerationRequest(
+        request_id="0.0.0", prompt_token_ids=(5,), sampling=SamplingParams(max_tokens=8), seed=0
+    )
+    ask = Ask(episode="0.0", turn=0, request=request)
+
+    async def scenario() -> None:
+        await actor.for_policy("rival", "ask", "environment-0", [ask], [])
+        (turn,) = await actor.for_policy("rival", "answers", "environment-0")
+        assert turn.policy_versions.tolist() == [VERSION] * 2
+        assert (own.num_requests, rival.num_requests) == (0, 1)
+        await actor.ask("environment-0", [ask], [])
+        await actor.answers("environment-0")
+        assert (own.num_requests, rival.num_requests) == (1, 1)
+        batches = [await actor.drain_trace(), await actor.for_policy("rival", "drain_trace")]
+        assert [batch.process for batch in batches] == ["rollout-0", "rival-rollout-0"]
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
