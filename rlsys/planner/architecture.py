@@ -271,7 +271,7 @@ class Architecture:
 
     @property
     def has_output_embedding(self) -> bool:
-        """Whether the head has a matrix of its own that is as large as the embedding."""
+        """True if the head has a matrix of its own that is as large as the embedding."""
         return not (self.tied or self.has_scalar_head)
 
     @cached_property

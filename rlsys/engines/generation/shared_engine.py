@@ -1,4 +1,4 @@
-"""One engine for several policies of one base model, as a GenerationEngine for each policy.
+"""Engine that the policies of one base model share, as a GenerationEngine for each policy.
 
     policy 0 ──► PolicyView ─┐                                    ┌─ tokens of policy 0
     policy 1 ──► PolicyView ─┴─► engine: one batch, one KV cache ─┴─ tokens of policy 1
