@@ -18,6 +18,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from rlsys.common.number_text import counted
 from rlsys.common.supervision import ENVIRONMENT_WORKERS, Policy, RestartPolicy, Supervisor
 from rlsys.controller.worker_protocols import (
     Collected,
@@ -340,11 +341,12 @@ class EpisodeReplica:
         num_isolated = sum(name in self._waiting for name in player.requests)
         actions = ["another worker replaces it"]
         if num_again:
-            actions = [f"another worker replays its {num_again} episodes"]
+            actions = [f"another worker replays {counted(num_again, 'episode')}"]
         if culprit:
             actions.append("that episode is isolated")
         elif num_isolated:
-            actions.append(f"{num_isolated} episodes are isolated to find the one that causes it")
+            episodes = counted(num_isolated, "episode")
+            actions.append(f"isolating {episodes} finds the one that causes it")
         self._on_death(f"{death}; {'; '.join(actions)}")
 
     def _count_idle_death(

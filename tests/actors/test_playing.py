@@ -94,7 +94,7 @@ def test_only_episodes_that_kill_their_process_fail() -> None:
     for message in failed.values():
         assert message.startswith("some_kill_it ")
         assert "os._exit" in message
-    together = [one for one in deaths if "replays its 60 episodes" in one]
+    together = [one for one in deaths if "replays 60 episodes" in one]
     assert len(together) == 1
     assert len(deaths) <= 2 * 2 + 2 * 3  # ⌈log₄ 60⌉ = 3
     assert num_workers == 3  # engine, player and standby; workers of isolated episodes have ended

@@ -120,7 +120,7 @@ def test_a_run_of_episodes_survives_the_deaths_of_its_actors(tmp_path: Path) -> 
             kill(job, *actors)  # the standby environment worker too
             job.wait_for_step(directory, step + 2)
         assert job.wait() == 0, job.output
-        assert re.search(r"another worker replays its \d+ episodes", job.output)
+        assert re.search(r"another worker replays \d+ episode", job.output)
         assert "rollout-0 died" in job.output
         assert job.left_behind() == {}
     finally:
