@@ -136,11 +136,17 @@ def grpo(client: Any, num_steps: int, *, learning_rate: float = 2e-2) -> Iterato
     tokenizer = client.get_tokenizer()
     (target,) = tokenizer.encode(TARGET)
     prompts = [tokenizer.encode(f"{a}+{b}=") for a in range(4) for b in range(4)]
-    params = types.SamplingParams(max_tokens=NUM_TOKENS)
-    for _ in range(num_steps):
+    for number in range(num_steps):
         start = time.perf_counter()
         sampler = client.save_weights_and_get_sampling_client().result()
-        asked = [sampler.sample(types.ModelInput.from_ints(one), GROUP, params) for one in prompts]
+        asked = [
+            sampler.sample(
+                types.ModelInput.from_ints(prompt),
+                GROUP,
+                types.SamplingParams(max_tokens=NUM_TOKENS, seed=number * len(prompts) + place),
+            )
+            for place, prompt in enumerate(prompts)
+        ]
         data, rewards, labels, sampled = [], [], set(), []
         for prompt, future in zip(prompts, asked, strict=True):
             sequences = future.result().sequences
