@@ -345,8 +345,9 @@ class EpisodeReplica:
         if culprit:
             actions.append("that episode is isolated")
         elif num_isolated:
+            are = "is" if num_isolated == 1 else "are"
             episodes = counted(num_isolated, "episode")
-            actions.append(f"isolating {episodes} finds the one that causes it")
+            actions.append(f"{episodes} {are} isolated to find the one that causes it")
         self._on_death(f"{death}; {'; '.join(actions)}")
 
     def _count_idle_death(

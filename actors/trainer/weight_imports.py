@@ -85,7 +85,7 @@ class WeightImports:
         self._report = report
         self._num_restarts = 0
         self.reads_devices = True
-        """Whether readers on a rank's node can open the memory of its GPU."""
+        """True while readers on a rank's node can open the memory of its GPU."""
         self._nodes: dict[str, _Node] = defaultdict(_Node)
 
     async def on_node(

@@ -32,7 +32,7 @@ _NAMED = "Name the devices, such as --cluster 2x8xH100."
 def plans_gpus(config: RunConfig) -> bool:
     """Return whether the planner plans a run for GPUs: the policy trains or samples on them.
 
-    The planner has one kind of device. Other models may have GPUs beside a policy on CPUs.
+    The planner has one kind of device. Other models may have GPUs while the policy has CPUs.
     """
     return bool(config.trainer.num_gpus or config.rollout.num_gpus)
 

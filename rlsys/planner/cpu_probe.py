@@ -10,6 +10,7 @@ the machine lowers the rates by its use of caches and memory.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import platform
 import re
@@ -30,6 +31,8 @@ from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.planner.cpu_device import CpuProbe, ProductTime
 from rlsys.planner.link_probe import measured_link
 from rlsys.planner.stored_values import restored
+
+logger = logging.getLogger(__name__)
 
 ROWS: Final = (1, 8, 64, 512, 2048)
 WIDTHS: Final = (64, 128, 512, 1536)
@@ -56,10 +59,16 @@ def probe() -> CpuProbe:
         torch.set_num_threads(threads)
     if num_cores() == 1:
         return measured
-    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+    try:
         hop_s, link = measured_link()
-        return replace(measured, hop_s=hop_s, link=link)
-    return measured
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        logger.warning(
+            "Collectives between two processes were not measured: %s. %g GB/s are assumed.",
+            error,
+            measured.link,
+        )
+        return measured
+    return replace(measured, hop_s=hop_s, link=link)
 
 
 def _probe(torch: Any) -> CpuProbe:

@@ -266,8 +266,8 @@ def adapter_parameters(
 ) -> float:
     """Return the parameters of PEFT's adapters of this rank: one A and B for each linear layer.
 
-    A scalar head is trained as a whole beside them (rlsys/engines/training/adapters.py). Mixtures
-    have adapters in attention only. Targets that name none of the usual linear layers
+    A scalar head is trained whole, in addition to them (rlsys/engines/training/adapters.py).
+    Mixtures have adapters in attention only. Targets that name none of the usual linear layers
     count as all of them.
     """
     widths = [

@@ -298,7 +298,7 @@ class _Step:
         forward, backward = Pass(), Pass()
         forward.products = gemm(self.tokens, n, k) * self.gemm_scale
         backward.products = gemm(self.tokens, k, n) * self.gemm_scale
-        if not self.lora or model.has_scalar_head:  # beside adapters, an output embedding is frozen
+        if not self.lora or model.has_scalar_head:  # adapters leave an output embedding frozen
             backward.products += gemm(n, k, self.tokens) * self.gemm_scale
         logits = self.tokens * n / self.bandwidth
         forward.traffic = 12 * logits * self.traffic_scale

@@ -7,7 +7,6 @@ nothing reads. The next server removes what is left if this one ends meanwhile.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import shutil
@@ -47,8 +46,12 @@ def start_removal(*directories: Path) -> Thread | None:
     found = []
     for directory in filter(Path.exists, directories):
         unread = partial_directory(directory.with_name(f"{directory.name}.{secrets.token_hex(4)}"))
-        with contextlib.suppress(OSError):  # another request has removed it
+        try:
             found.append(directory.rename(unread))
+        except FileNotFoundError:  # another request has removed it
+            continue
+        except OSError:  # the thread reports why it cannot be removed either
+            found.append(directory)
     if not found:
         return None
     return start_thread(_remove_all, found, name=f"remove {directories[0].name}", fail=report)
@@ -56,7 +59,10 @@ def start_removal(*directories: Path) -> Thread | None:
 
 def _remove_all(directories: Sequence[Path]) -> None:
     for one in directories:
-        shutil.rmtree(one, ignore_errors=True)
+        try:
+            shutil.rmtree(one)
+        except OSError as error:
+            report(error)
 
 
 def copy_tree(source: Path, target: Path) -> None:

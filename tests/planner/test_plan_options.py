@@ -78,6 +78,20 @@ max_num_batched_tokens = 4096
 """
 
 
+@pytest.fixture
+def plannings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunPlanning]:
+    """Work in an empty directory, and return what `rlsys plan` finds in it."""
+    found: list[RunPlanning] = []
+
+    def kept(*arguments: Any, **named: Any) -> RunPlanning:
+        found.append(plan_run(*arguments, **named))
+        return found[-1]
+
+    monkeypatch.setattr(plan_command, "plan_run", kept)
+    monkeypatch.chdir(tmp_path)
+    return found
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -94,19 +108,8 @@ max_num_batched_tokens = 4096
     ids=" ".join,
 )
 def test_the_printed_command_runs_the_printed_plan(
-    options: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    options: list[str], plannings: list[RunPlanning], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found: list[RunPlanning] = []
-
-    def kept(*arguments: Any, **named: Any) -> RunPlanning:
-        found.append(plan_run(*arguments, **named))
-        return found[-1]
-
-    monkeypatch.setattr(plan_command, "plan_run", kept)
-    monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text(FILE)
     num_gpus = 3 if "dp2" in " ".join(options) else 2
     own = ["--cluster", f"1x{num_gpus}xH100", "--simulate", "0"]
@@ -114,7 +117,7 @@ def test_the_printed_command_runs_the_printed_plan(
     command = shlex.split(capsys.readouterr().out.splitlines()[-1])
     config = parse(GSM8KConfig, command[2:]).config
     flow = grpo(config, [lambda rollout: 0.0])
-    assert plan_of(config, flow) == found[0].plans[0].ranked.plan
+    assert plan_of(config, flow) == plannings[0].plans[0].ranked.plan
     asked = parse(GSM8KConfig, [*MODEL, *SMALL, *options]).config
     assert config.group_size == asked.group_size
     assert config.model.lora == asked.model.lora
@@ -124,16 +127,8 @@ def test_the_printed_command_runs_the_printed_plan(
 
 
 def test_the_command_of_a_run_with_several_models_runs_its_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    plannings: list[RunPlanning], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found: list[RunPlanning] = []
-
-    def kept(*arguments: Any, **named: Any) -> RunPlanning:
-        found.append(plan_run(*arguments, **named))
-        return found[-1]
-
-    monkeypatch.setattr(plan_command, "plan_run", kept)
-    monkeypatch.chdir(tmp_path)
     own = ["--cluster", "1x8xH100", "--simulate", "0"]
     critic = ["--critic.model.lora", "r8", "--critic.trainer.layout", "dp2"]
     others = ["--reward-model.model.path", "Qwen/Qwen3-0.6B", "--reference.num-workers", "2"]
@@ -142,9 +137,9 @@ def test_the_command_of_a_run_with_several_models_runs_its_plan(
     command = shlex.split(capsys.readouterr().out.splitlines()[-1])
     config = parse(Config, command[2:]).config
     plan = plan_of(config, ppo(config, [lambda rollout: 0.0]))
-    assert plan == found[0].plans[0].ranked.plan
+    assert plan == plannings[0].plans[0].ranked.plan
     assert plan.trainers["critic"].lora_rank == 8
-    assert {role.name for role in found[0].shape.roles if role.model.has_scalar_head} == {
+    assert {role.name for role in plannings[0].shape.roles if role.model.has_scalar_head} == {
         "critic",
         "reward_model",
     }

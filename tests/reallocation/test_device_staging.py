@@ -209,6 +209,19 @@ def test_buffers_of_another_plan_are_freed_when_nobody_reads_them() -> None:
     assert len(device.allocated) == 1
 
 
+def test_a_device_is_asked_again_once_a_buffer_is_free() -> None:
+    device = FakeDevice(room=1)
+    stage = DeviceStage(device)
+    share = opened(write(stage, 1), device)
+    larger = laid_out(("w", Box(((0, 500),)), torch.float32))
+    with pytest.raises(DeviceSharingError):
+        write(stage, 2, larger)
+    share.close()
+    share = opened(write(stage, 3, larger), device)
+    assert value_of(share) == 3
+    share.close()
+
+
 def test_closing_frees_all_but_what_is_read() -> None:
     device = FakeDevice()
     stage = DeviceStage(device)

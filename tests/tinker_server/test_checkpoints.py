@@ -295,6 +295,21 @@ def test_a_request_does_not_wait_for_a_removal_that_hangs(
     assert (checkpoints.get(path).directory / "state", state.read_text()) == (state, "2")
 
 
+def test_a_removal_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = ServerCheckpoints(tmp_path)
+    path = checkpoints.path("m", "weights", "a")
+    save(checkpoints, path, "1")
+    error, reported = PermissionError("read-only"), list[BaseException]()
+
+    def fails(directory: Path, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(shutil, "rmtree", fails)
+    monkeypatch.setattr(checkpoint_directories, "report", reported.append)
+    asyncio.run(checkpoints.remove(checkpoints.get(path).directory))
+    assert reported == [error]
+
+
 def test_a_second_server_of_a_directory_removes_nothing_of_the_first(tmp_path: Path) -> None:
     first, second = ServerCheckpoints(tmp_path), ServerCheckpoints(tmp_path)
     first.recover()

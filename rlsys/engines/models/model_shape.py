@@ -26,7 +26,7 @@ class ModelShape:
     num_parameters: int
     buffer_bytes: int  # of buffers that are saved with the model
     linear_layers: Mapping[str, int]  # adaptable layers: inputs plus outputs, by name
-    scalar_head: int = 0  # parameters of a head with one output, which is trained beside adapters
+    scalar_head: int = 0  # parameters of a head with one output, trained in addition to adapters
     kv_values_per_token: int  # elements of keys and values over all layers
     max_context: int
     config: Any  # the Hugging Face configuration

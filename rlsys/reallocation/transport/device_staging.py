@@ -115,6 +115,7 @@ class DeviceStage:
         self._buffers.remove(buffer)
         buffer.header.shared.close()
         self._device.free(buffer.body)
+        self._shortage = ""
 
     def _allocate(self, sizes: tuple[int, int]) -> _Buffer:
         if len(self._buffers) == NUM_BUFFERS:
