@@ -13,7 +13,7 @@ from rlsys.types import GenerationRequest
 
 from ..cluster.calls import Worker, as_future
 from ..cluster.long_poll import COLLECT_WAIT_S
-from ..rollout.rollout_actor import DEADLY
+from ..rollout.ray_replica import DEADLY
 
 # Duration of one call that watches the event loop; the next one follows at once.
 WATCH_S = 60.0

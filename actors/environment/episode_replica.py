@@ -35,7 +35,7 @@ from rlsys.types import GenerationRequest, WeightManifest
 
 from ..cluster.calls import Worker, WorkerError, as_future, end_all
 from ..cluster.long_poll import COLLECT_WAIT_S
-from ..rollout.rollout_actor import DEADLY, RayReplica
+from ..rollout.ray_replica import DEADLY, RayReplica
 from ..store.store_shards import StoreShards
 from .environment_proxy import EnvironmentProxy
 from .standby import Standby

@@ -16,7 +16,7 @@ from rlsys.controller.worker_protocols import ReplicaDied
 from ..cluster.calls import Worker, WorkerError
 from ..cluster.placement import Place
 from ..environment.episode_replica import EpisodeReplica
-from ..rollout.rollout_actor import RayReplica
+from ..rollout.ray_replica import RayReplica
 from ..store.store_shards import StoreShards
 from ..trainer.trainer_proxy import RayTrainerProxy
 

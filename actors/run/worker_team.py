@@ -53,7 +53,8 @@ from ..cluster.tracing import TraceCollector
 from ..environment.environment_actor import EnvironmentActor
 from ..environment.episode_replica import EpisodeReplica
 from ..rollout.policy_worker import PolicyWorker
-from ..rollout.rollout_actor import RayReplica, RolloutActor
+from ..rollout.ray_replica import RayReplica
+from ..rollout.rollout_actor import RolloutActor
 from ..store.store_actor import ShardAddress, StoreAddress
 from ..store.store_shards import StoreShards
 from ..trainer.elastic import Layouts

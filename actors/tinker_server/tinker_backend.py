@@ -23,7 +23,8 @@ from rlsys.types import Generation, GenerationRequest, WeightManifest
 
 from ..cluster.calls import Worker
 from .primitive_trainer_actor import ServedModel
-from .sampler_actor import RaySampler, SamplerActor, SamplerFactory
+from .ray_sampler import RaySampler
+from .sampler_actor import SamplerActor, SamplerFactory
 from .shared_trainer import RayTrainer, TrainerPool, start_host
 
 # Of W + B A · alpha / rank, for every rank: then one learning rate suits all ranks (LoRA Without

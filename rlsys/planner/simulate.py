@@ -21,8 +21,9 @@ from typing import Any
 from rlsys.config import RunConfig
 from rlsys.config.checks import MAX_SECONDS
 from rlsys.controller import Controller, OpenWork, TrainedStep
+from rlsys.controller.simulation.event_record import Record
 from rlsys.controller.simulation.shared_cores import SharedCores
-from rlsys.controller.simulation.simulated_workers import Record, SimulatedFleet
+from rlsys.controller.simulation.simulated_replicas import SimulatedFleet
 from rlsys.controller.simulation.timed_workers import (
     DrawLength,
     DrawTools,

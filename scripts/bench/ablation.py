@@ -23,11 +23,10 @@ import torch
 
 from rlsys.config import AsyncConfig, DataConfig, RolloutConfig, RunConfig, TrainerConfig
 from rlsys.controller import Controller, OpenWork
+from rlsys.controller.simulation.event_record import Record
+from rlsys.controller.simulation.simulated_replicas import SimulatedFleet, SimulatedReplica
 from rlsys.controller.simulation.simulated_workers import (
-    Record,
-    SimulatedFleet,
     SimulatedPrompts,
-    SimulatedReplica,
     SimulatedScorer,
     SimulatedTrainer,
 )

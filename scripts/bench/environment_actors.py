@@ -38,7 +38,8 @@ from actors.cluster.calls import Worker, end_all
 from actors.cluster.gauges import Gauges
 from actors.environment.environment_actor import EnvironmentActor, as_episode
 from actors.environment.episode_replica import EpisodeReplica
-from actors.rollout.rollout_actor import RayReplica, RolloutActor
+from actors.rollout.ray_replica import RayReplica
+from actors.rollout.rollout_actor import RolloutActor
 from actors.run.factories import EnvironmentFactory
 from actors.store.store_shards import StoreShards
 from rlsys.common import pickling

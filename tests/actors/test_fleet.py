@@ -23,7 +23,8 @@ import ray
 from actors.cluster.calls import Worker, end_all
 from actors.cluster.gauges import Gauges
 from actors.cluster.placement import ClusterTooSmall, Need, Place, reserved
-from actors.rollout.rollout_actor import PART_COLUMNS, RayReplica, RolloutActor
+from actors.rollout.ray_replica import RayReplica
+from actors.rollout.rollout_actor import PART_COLUMNS, RolloutActor
 from actors.run.fleet import RayFleet
 from actors.store.store_actor import ShardAddress, StoreClient
 from actors.store.store_shards import StoreShards

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from actors.cluster.calls import InputLost, Worker, WorkerDied, WorkerError
-from actors.rollout.rollout_actor import RayReplica
+from actors.rollout.ray_replica import RayReplica
 from actors.trainer.weight_imports import WeightImports
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.controller.worker_protocols import ReplicaDied, RowsLost, WeightsGone

@@ -19,7 +19,8 @@ import torch
 
 from actors.cluster.calls import Worker, end_all
 from actors.cluster.gauges import Gauges
-from actors.rollout.rollout_actor import RayReplica, RolloutActor
+from actors.rollout.ray_replica import RayReplica
+from actors.rollout.rollout_actor import RolloutActor
 from actors.store.store_shards import StoreShards
 from actors.trainer.weight_imports import WeightImports
 from rlsys.config import RolloutConfig

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from actors.cluster.calls import SELF_EXPLAINING
-from actors.rollout.rollout_actor import DEADLY, RolloutActor
+from actors.rollout.ray_replica import DEADLY
+from actors.rollout.rollout_actor import RolloutActor
 from actors.store import store_writer
 from rlsys.controller.worker_protocols import RolloutText
 from rlsys.dataflow.store.blocks import BlockRef, ColumnRef, layout_of

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from actors.cluster.calls import WorkerDied
-from actors.tinker_server.sampler_actor import KEPT, RaySampler
+from actors.tinker_server.ray_sampler import KEPT, RaySampler
 from rlsys.common.manifest import write_manifest
 from rlsys.common.supervision import Policy, RestartPolicy
 from rlsys.errors import InvalidValue

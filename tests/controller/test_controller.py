@@ -25,14 +25,13 @@ from rlsys.config import (
     TrainerConfig,
 )
 from rlsys.controller import BetweenSteps, Controller, OpenWork, RewardsFailed, StallError
+from rlsys.controller.simulation.event_record import Record
+from rlsys.controller.simulation.simulated_replicas import SimulatedFleet, SimulatedReplica
 from rlsys.controller.simulation.simulated_workers import (
-    Record,
     SharedDevices,
     SimulatedDisk,
-    SimulatedFleet,
     SimulatedPool,
     SimulatedPrompts,
-    SimulatedReplica,
     SimulatedScorer,
     SimulatedTrainer,
     exponential,

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from rlsys.config import AsyncConfig, ClusterConfig
 from rlsys.controller import OpenWork, StallError
+from rlsys.controller.simulation.simulated_replicas import SimulatedFleet, SimulatedReplica
 from rlsys.controller.simulation.simulated_workers import (
-    SimulatedFleet,
-    SimulatedReplica,
     SimulatedScorer,
     SimulatedTrainer,
     exponential,

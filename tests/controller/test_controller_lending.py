@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.config import AsyncConfig, RolloutConfig, TrainerConfig
+from rlsys.controller.simulation.simulated_replicas import SimulatedReplica
 from rlsys.controller.simulation.simulated_workers import (
     SharedDevices,
-    SimulatedReplica,
     SimulatedTrainer,
     exponential,
 )

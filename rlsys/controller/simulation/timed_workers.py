@@ -25,7 +25,8 @@ from rlsys.controller.simulation.batching_engine import (
     SampledSequence,
 )
 from rlsys.controller.simulation.shared_cores import SharedCores, WorkTimer
-from rlsys.controller.simulation.simulated_workers import PLAYED_COLUMNS, SimulatedTrainer
+from rlsys.controller.simulation.simulated_replicas import PLAYED_COLUMNS
+from rlsys.controller.simulation.simulated_workers import SimulatedTrainer
 from rlsys.controller.worker_protocols import (
     Collected,
     FinishedRollout,
