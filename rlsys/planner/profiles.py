@@ -68,6 +68,8 @@ PRIORS: Final[dict[str, Prior]] = {
     "layer_host": Prior(0.6e-3, 0.4),
     "moe_layer_host": Prior(8e-3, 0.2),
     "imbalance": Prior(1.2, 0.1),
+    "large_expert": Prior(64e6, 0.7),
+    "linear_scan": Prior(4.0, 0.7),
     "step_host": Prior(19e-3, 0.5),
     "selective": Prior(0.45, 0.2),
     # memory
@@ -101,7 +103,8 @@ class SoftwareProfile:
         name: Name of the profile.
         title: The stack in words.
         factor: Measured over predicted time of dense models.
-        moe_factor: The same for models with experts.
+        moe_factor: The same for models with small experts.
+        large_experts: Factor of models with large experts, relative to `moe_factor`.
         spread: Standard deviation of the logarithm of that ratio, between tables.
         moe_spread: The same for models with experts.
         rows: Measured rows behind the factor.
@@ -117,6 +120,7 @@ class SoftwareProfile:
     title: str = ""
     factor: float = 1.0
     moe_factor: float = 1.0
+    large_experts: float = 1.0
     spread: float = PRIOR_SPREAD
     moe_spread: float = PRIOR_SPREAD
     rows: int = 0
@@ -126,7 +130,7 @@ class SoftwareProfile:
     row_host: float = 4e-6
 
     def __post_init__(self) -> None:
-        for name in ("factor", "moe_factor", "spread", "moe_spread"):
+        for name in ("factor", "moe_factor", "large_experts", "spread", "moe_spread"):
             value = getattr(self, name)
             require(
                 math.isfinite(value) and value > 0,

@@ -13,7 +13,7 @@ kernel in `kernels.py`. The constants are those of `profiles.PRIORS`, fitted by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlsys.planner.architecture import Architecture, Gemm
@@ -28,7 +28,7 @@ from rlsys.planner.communication import (
 from rlsys.planner.hardware import TERA, Cluster
 from rlsys.planner.kernels import Kernels, kernels_of
 from rlsys.planner.plans import Estimate, TrainingPlan
-from rlsys.planner.profiles import Constants, fitted_constants, interval
+from rlsys.planner.profiles import Constants, SoftwareProfile, fitted_constants, interval
 from rlsys.planner.roofline import gemm_roofline
 
 OPTIMIZER_BYTES = (
@@ -92,7 +92,7 @@ class _Step:
         self.tp_group = group_of(cluster, plan.tp)
         self.tail = values["gemm_tail"]
         self.profile = constants.profile(plan.profile)
-        self.factor = self.profile.of(moe=model.is_moe)
+        self.factor = _factor(self.profile, model, values)
         self.lora = plan.lora_rank > 0
 
     # Products
@@ -194,8 +194,9 @@ class _Step:
             forward.context_parallel = self._context_parallel(forward.attention)
             backward.context_parallel = 2 * forward.context_parallel
         else:
-            # chunked scans read and write their states a few times
+            # bytes of states that are read and written a few times per chunk of 64 tokens
             scan = 12 * self.tokens * model.linear_state / 64 / plan.tp / self.bandwidth
+            scan *= values["linear_scan"]  # its kernels are far from the bandwidth
             forward.attention, backward.attention = scan, 2.5 * scan
         forward.traffic = self._traffic(0.0, 0.0)
         backward.traffic = forward.traffic * values["memory_backward"]
@@ -316,6 +317,19 @@ class _Step:
         elif kind == "selective":
             again.add(forward, self.constants["selective"])
         return again
+
+
+def _factor(profile: SoftwareProfile, model: Architecture, values: Mapping[str, float]) -> float:
+    """Return the factor of the stack for a model.
+
+    Stacks lose time on experts per token and per expert, not per operation: routing, copies,
+    launches. A model with large experts therefore runs like a dense one.
+    """
+    if not model.is_moe:
+        return profile.factor
+    size = model.expert_ffn * (model.expert_hidden or model.hidden)  # values of one matrix
+    large = size / (size + values["large_expert"])
+    return float(profile.moe_factor * profile.large_experts**large)
 
 
 def _stage(step: _Step) -> tuple[Pass, Pass, float]:

@@ -134,6 +134,7 @@ class Problem:
             changes: dict[str, Any] = {
                 "factor": math.exp(dense),
                 "moe_factor": math.exp(dense + second),
+                "large_experts": math.exp(-second),
             }
             if self.kind.name == "decode":
                 changes = {"factor": math.exp(dense), "mixing": math.exp(second)}
@@ -252,6 +253,7 @@ def stored_profile(profile: SoftwareProfile) -> dict[str, float]:
     return {
         "factor": rounded(profile.factor),
         "moe_factor": rounded(profile.moe_factor),
+        "large_experts": rounded(profile.large_experts),
         "mixing": rounded(profile.mixing),
         "spread": rounded(profile.spread),
         "moe_spread": rounded(profile.moe_spread),

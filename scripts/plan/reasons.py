@@ -12,7 +12,7 @@ _TABLES: dict[str, str] = {
     "automodel": "kernels of Transformer Engine with FSDP2; few rows of this stack",
     "bigscience_176b": "48 pipeline stages: the stage with the head decides",
     "deepseek_v3_report": "DualPipe hides communication of experts, which is counted as exposed",
-    "dgxc_2025": "8 large experts run like dense layers; the stack's factor is of small experts",
+    "dgxc_2025": "8 large experts on GB200, faster than dense layers of this stack",
     "fastertransformer": "whole generations of 8 to 200 tokens: prefill kernels of 2021",
     "internevo": "1,024 GPUs share one optimizer state: latency of 128 nodes",
     "korthikanti": "recalled from the paper, not read again",
@@ -45,7 +45,7 @@ _TABLES: dict[str, str] = {
 _ROWS: dict[str, str] = {
     "r00505": "the stack's factor is of H100 and GB200, whose bf16 rows are slower",
     "r00343": "GB200, nvfp4: the factor of 4-bit products is of rows with experts",
-    "r00439": "hybrid layers: few rows of this stack, all faster than those of Megatron",
+    "r00439": "hybrid layers: few rows of this stack; the scan's factor is of Megatron",
     "r00325": "the newest container, twice as fast as a year before",
     "r01927": "transformers: block-scaled products without a fast kernel",
     "r02859": "3 rows of vLLM with block-scaled weights on one GPU",

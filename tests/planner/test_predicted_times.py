@@ -18,7 +18,7 @@ from rlsys.planner.kernels import kernels_of
 from rlsys.planner.lengths import fixed, lognormal
 from rlsys.planner.model_config import named_model
 from rlsys.planner.plans import GenerationPlan, TrainingPlan, Workload
-from rlsys.planner.profiles import Constants, fitted_constants
+from rlsys.planner.profiles import Constants, SoftwareProfile, fitted_constants
 from rlsys.planner.rl_step import RLPlan, generation_time, packed_plan, rl_step_time
 from rlsys.planner.training_time import train_step_time
 from tests.errors import invalid
@@ -103,6 +103,39 @@ def test_experts_cost_more_than_their_arithmetic() -> None:
     assert 0.03 < used < 0.4
     uneven = train_step_time(MOE, NODE, replace(plan, balanced_routing=True))
     assert uneven.seconds < found.seconds
+
+
+def test_large_experts_have_the_factor_of_dense_layers() -> None:
+    """Compare a stack with factors 0.8 (dense) and 1.2 (experts) with one that has neither."""
+    constants = fitted_constants().with_values(layer_host=1e-9, moe_layer_host=1e-9)
+    plain = SoftwareProfile(name="plain")
+    stack = SoftwareProfile(name="stack", factor=0.8, moe_factor=1.2, large_experts=0.8 / 1.2)
+    constants = constants.with_profile(plain).with_profile(stack)
+    half = constants["large_expert"] / MOE.hidden
+
+    def factor(width: float) -> float:
+        model = replace(MOE, expert_ffn=round(width))
+        plans = (TrainingPlan(dp=8, ep=8, profile=name) for name in ("stack", "plain"))
+        first, second = (train_step_time(model, NODE, p, constants=constants) for p in plans)
+        return first.seconds / second.seconds
+
+    assert factor(8) == pytest.approx(1.2, rel=1e-3)
+    assert factor(half) == pytest.approx(1.2 * math.sqrt(0.8 / 1.2), rel=1e-4)
+    assert factor(1000 * half) == pytest.approx(0.8, rel=1e-3)
+
+
+def test_the_scan_of_linear_layers_takes_its_constant_times_its_traffic() -> None:
+    constants = fitted_constants().with_values(layer_host=1e-9, moe_layer_host=1e-9)
+    plan = TrainingPlan(dp=8, ep=8)
+
+    def seconds(name: str, scan: float) -> float:
+        changed = constants.with_values(linear_scan=scan)
+        return train_step_time(named_model(name), NODE, plan, constants=changed).seconds
+
+    first, second, third = (seconds("Nemotron-3-Nano-30B-A3B", scan) for scan in (1.0, 2.0, 3.0))
+    assert third - second == pytest.approx(second - first)
+    assert second > first
+    assert seconds("Qwen3-30B-A3B", 1.0) == seconds("Qwen3-30B-A3B", 2.0)
 
 
 def test_a_frozen_head_has_no_weight_gradient() -> None:
