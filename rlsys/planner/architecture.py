@@ -75,6 +75,7 @@ class Architecture:
         kv_lora: Rank of the keys' and values' compression (MLA). 0 without MLA.
         rope_dim: Width of the part of keys that all heads share (MLA).
         attention_gate: Whether attention has a gate as wide as its queries.
+        qk_norm: Whether attention normalises queries and keys.
         window: Tokens that a layer with a window sees. 0 without windows.
         window_layers: Attention layers with the window.
         linear_gemms: (n, k) of a linear mixer's matrices.
@@ -108,6 +109,7 @@ class Architecture:
     kv_lora: int = 0
     rope_dim: int = 0
     attention_gate: bool = False
+    qk_norm: bool = False
     window: int = 0
     window_layers: int = 0
     linear_gemms: tuple[tuple[int, int], ...] = ()

@@ -191,6 +191,12 @@ def cpu_constants(constants: Constants, probe: CpuProbe) -> Constants:
         context_gb=0.3,
     )
     for name in (TRAINING_PROFILE, *PROFILES.values()):
-        plain = {"factor": 1.0, "moe_factor": 1.0, "step_host": 1e-3, "row_host": 15e-6}
+        plain = {
+            "factor": 1.0,
+            "moe_factor": 1.0,
+            "large_experts": 1.0,
+            "step_host": 1e-3,
+            "row_host": 15e-6,
+        }
         changed = changed.with_profile(replace(changed.profile(name), **plain))  # type: ignore[arg-type]
     return changed

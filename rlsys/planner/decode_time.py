@@ -32,6 +32,7 @@ from rlsys.planner.roofline import BYTES_OF
 
 MLA_DECODE_SHARE: Final = 0.45  # of the peak, for absorbed attention of many heads
 PIPELINE_HOP_S: Final = 20e-6
+READS: Final = ("products", "experts", "kv_cache", "head")  # parts that read memory
 SMALL_KERNELS: Final = 6  # reads and writes of the residual stream per layer
 
 
@@ -86,10 +87,13 @@ def _layers_time(
     bandwidth = cluster.gpu.bandwidth * TERA
     small = SMALL_KERNELS * 2 * tokens * model.hidden / bandwidth
     layers = model.layers * (constants["decode_layer"] + small)
+    layers += model.attention_layers * model.qk_norm * constants["decode_norm"]
+    layers += model.moe_layers * constants["decode_routing"]
     size = 2 * tokens * model.hidden
     reduce = engine_all_reduce_time(cluster, attention_tp, size / plan.attention_dp)
     blocks = model.attention_layers + model.linear_layers
     communication = blocks * reduce
+    waits = blocks * math.log2(attention_tp)
     if plan.attention_dp > 1:
         group = group_of(cluster, tp)
         reached = tp * (1 - (1 - 1 / tp) ** max(model.top_k, 1))
@@ -98,7 +102,9 @@ def _layers_time(
     else:
         networks = model.dense_layers + model.moe_layers
         communication += networks * engine_all_reduce_time(cluster, tp, size)
+        waits += networks * math.log2(tp)
     communication *= constants["decode_all_reduce"]
+    communication += waits * constants["decode_wait"]
     if plan.pp > 1:
         communication += (plan.pp - 1) * (PIPELINE_HOP_S + size / tp / (cluster.gpu.network * GB))
     return {
@@ -154,6 +160,9 @@ def decode_parts(
     parts["kv_cache"] = _kv_time(model, cluster, plan, batch, context, constants)
     n, k = model.head.local(plan.tp)
     parts["head"] = kernels_of(cluster.gpu).gemm(batch, n, k, "bf16") / constants["decode_gemm"]
+    if cluster.gpu.name == "H20":
+        for name in READS:
+            parts[name] *= constants["decode_h20"]
     factor = profile.of(moe=model.is_moe)
     parts = {name: seconds * factor for name, seconds in parts.items()}
     parts["host"] = profile.step_host + profile.row_host * batch / plan.attention_dp

@@ -231,6 +231,7 @@ def _build(config: Config, kind: str, family: _Family, name: str) -> Architectur
         tied=family.tied if tied is None else bool(tied),
         experts=_experts(config) if moe else 0,
         attention_gate=family.attention_gate,
+        qk_norm=family.qk_norm != "none",
         top_k=_number(config, "num_experts_per_tok", "experts_per_token", "moe_k") if moe else 0,
         expert_ffn=expert_ffn,
         expert_hidden=_number(config, "moe_latent_size", default=0) if moe else 0,

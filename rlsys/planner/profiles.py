@@ -83,6 +83,10 @@ PRIORS: Final[dict[str, Prior]] = {
     "decode_experts": Prior(0.95, 0.15),
     "decode_layer": Prior(8e-6, 0.3),
     "decode_all_reduce": Prior(1.1, 0.2),
+    "decode_norm": Prior(3e-6, 0.7),
+    "decode_routing": Prior(5e-6, 0.7),
+    "decode_h20": Prior(1.1, 0.15),  # 78 multiprocessors do not use up the bandwidth
+    "decode_wait": Prior(2e-6, 0.7),
     "decode_imbalance": Prior(1.1, 0.15),
     "prefill_scale": Prior(1.1, 0.2),
     "prefill_mixed": Prior(0.9, 0.2),

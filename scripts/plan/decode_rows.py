@@ -74,6 +74,9 @@ def plan_of(row: Row, model: Architecture) -> GenerationPlan:
     ep = int(layout.get("moe_ep", 1) or 1)
     if table == "trtllm_v1" and model.is_moe and tp > 1:
         attention_dp, ep = tp, tp
+    elif model.is_moe and 1 < ep == int(layout.get("moe_tp", 1)):
+        # the table has multiplied both degrees: ranks of attention hold the experts, one group each
+        tp, attention_dp = ep, ep if attention_dp > 1 else 1
     elif model.is_moe and "moe_tp" in layout:
         # the experts' ranks are those of attention, in data and tensor parallel groups
         ranks = max(tp * attention_dp, int(layout["moe_tp"]) * ep)

@@ -48,6 +48,7 @@ _ROWS: dict[str, str] = {
     "r00439": "hybrid layers: few rows of this stack; the scan's factor is of Megatron",
     "r00325": "the newest container, twice as fast as a year before",
     "r01927": "transformers: block-scaled products without a fast kernel",
+    "r02194": "one row of data parallel attention: how requests are counted is not stated",
     "r02859": "3 rows of vLLM with block-scaled weights on one GPU",
     "r00852": "tp1 pp48: the last stage holds a head of 250,000 tokens",
 }

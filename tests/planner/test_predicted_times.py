@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlsys.planner.architecture import Architecture
 from rlsys.planner.decode_time import decode_step_time, prefill_time
 from rlsys.planner.hardware import cluster_of, gpu_named, parse_cluster
 from rlsys.planner.kernels import kernels_of
@@ -195,6 +196,34 @@ def test_one_row_reads_the_weights_once() -> None:
     found = decode_step_time(LLAMA, NODE, GenerationPlan(), 1, 100)
     floor = 2 * LLAMA.active_parameters / 3.35e12
     assert floor < found.seconds < 3 * floor
+
+
+def test_terms_of_a_decoding_step_by_hand() -> None:
+    """Compare steps whose constants differ in one term each."""
+    plain = fitted_constants().with_profile(SoftwareProfile(name="plain"))
+    qwen = named_model("Qwen3-8B")  # 36 layers with norms of queries and keys
+
+    def seconds(
+        model: Architecture, plan: GenerationPlan, name: str, value: float, gpu: str = "H100"
+    ) -> float:
+        constants, cluster = plain.with_values(**{name: value}), cluster_of(gpu_named(gpu), 8)
+        return decode_step_time(model, cluster, plan, 8, 1000, constants=constants).seconds
+
+    def added(model: Architecture, plan: GenerationPlan, name: str) -> float:
+        return (seconds(model, plan, name, 1e-3) - seconds(model, plan, name, 0.0)) / 1e-3
+
+    one, eight = GenerationPlan(profile="plain"), GenerationPlan(profile="plain", tp=8)
+    assert added(qwen, one, "decode_norm") == pytest.approx(36)
+    assert added(LLAMA, one, "decode_norm") == 0
+    assert added(MOE, one, "decode_routing") == pytest.approx(48)
+    assert added(LLAMA, one, "decode_routing") == 0
+    assert added(LLAMA, one, "decode_wait") == 0
+    assert added(LLAMA, eight, "decode_wait") == pytest.approx(2 * 32 * 3)  # log2 of 8 ranks
+    # The bandwidth bounds this step of an H20.
+    once, twice = (seconds(LLAMA, one, "decode_h20", value, "H20") for value in (1.0, 2.0))
+    assert 1.8 < twice / once < 2.0
+    once, twice = (seconds(LLAMA, one, "decode_h20", value, "H100") for value in (1.0, 2.0))
+    assert once == twice
 
 
 def test_a_trainer_s_host_is_slower_than_a_server_s() -> None:

@@ -7,8 +7,9 @@ from collections import Counter
 import pytest
 
 from rlsys.planner.profiles import fitted_constants
+from scripts.plan.decode_rows import plan_of
 from scripts.plan.memory_rows import memory_cases
-from scripts.plan.published_rows import Case, Skip, published, rows_of
+from scripts.plan.published_rows import Case, Skip, model_of, published, rows_of
 from scripts.plan.training_rows import training_case, training_cases
 from scripts.plan.validate import (
     Result,
@@ -60,6 +61,13 @@ def result(measured: float, predicted: float, **workload: object) -> Result:
     }
     case = Case(row, "dense", "fsdp", measured, lambda constants: predicted, baseline=1.0)
     return Result(case, predicted)
+
+
+def test_degrees_that_a_table_multiplied_are_the_ranks_of_experts() -> None:
+    """A row with tp=64, 8 groups of experts and 8 ranks each ran on 8 GPUs."""
+    (row,) = (row for row in published()["rows"] if row["id"] == "r02180")
+    plan = plan_of(row, model_of(row))
+    assert (plan.tp, plan.ep, plan.attention_dp) == (8, 8, 1)
 
 
 def test_errors_by_hand() -> None:
