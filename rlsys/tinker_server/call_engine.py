@@ -67,37 +67,19 @@ class RecordingLoss:
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         """Return the loss of each token, and keep it."""
-        logprobs, losses = inputs.trainer_logprobs, None
+        logprobs = inputs.trainer_logprobs
         if self._num_targets:
             assert inputs.candidate_logprobs is not None
             logprobs = inputs.candidate_logprobs  # [N, K]
-            losses = sum(
-                self._loss(self._of_target(inputs, k))[0] for k in range(logprobs.shape[1])
-            )
-            if not len(logprobs):  # without rows, K is unknown
+            if len(logprobs):
+                of_targets = self._loss(_of_targets(inputs, logprobs))[0]  # [N K]
+                losses = of_targets.reshape(logprobs.shape).sum(1)
+            else:  # without rows, K is unknown
                 losses = inputs.trainer_logprobs * 0.0
         else:
             losses = self._loss(inputs)[0]
-        assert isinstance(losses, torch.Tensor)
         self._seen.append((inputs.column(DATUM).long(), logprobs.detach(), losses.detach()))
         return losses, {}
-
-    def _of_target(self, inputs: LossInputs, k: int) -> LossInputs:
-        def own(values: torch.Tensor) -> torch.Tensor:
-            return values[:, k] if values.ndim == 2 else values
-
-        assert inputs.candidate_logprobs is not None
-        logprobs = inputs.candidate_logprobs[:, k]
-        return LossInputs(
-            trainer_logprobs=logprobs,
-            proximal_logprobs=logprobs.detach(),
-            sampler_logprobs=own(inputs.sampler_logprobs),
-            advantages=own(inputs.advantages),
-            entropy=inputs.entropy,
-            staleness=inputs.staleness,
-            row_index=inputs.row_index,
-            columns={name: own(values) for name, values in inputs.columns.items()},
-        )
 
     def output(self) -> PassOutput:
         """Return what the loss has computed."""
@@ -109,6 +91,30 @@ class RecordingLoss:
             for number in np.unique(numbers):  # the tokens of a row are in order
                 logprobs[int(number)] = values[numbers == number].reshape(-1)
         return PassOutput(logprobs=logprobs, loss=total)
+
+
+def _of_targets(inputs: LossInputs, logprobs: torch.Tensor) -> LossInputs:
+    """Return the inputs of a loss about all targets [N K] as if each were a token of its own.
+
+    `logprobs` [N, K] are those of the targets. A single loss over N K elements needs a few autograd
+    nodes; a loss per target would need several for each of K.
+    """
+
+    def flat(values: torch.Tensor) -> torch.Tensor:
+        wide = values if values.ndim == 2 else values[:, None]  # [N, K] or [N, 1]
+        return wide.expand(logprobs.shape).reshape(-1)
+
+    of_targets = logprobs.reshape(-1)
+    return LossInputs(
+        trainer_logprobs=of_targets,
+        proximal_logprobs=of_targets.detach(),
+        sampler_logprobs=flat(inputs.sampler_logprobs),
+        advantages=flat(inputs.advantages),
+        entropy=flat(inputs.entropy),
+        staleness=flat(inputs.staleness),
+        row_index=flat(inputs.row_index),
+        columns={name: flat(one) for name, one in inputs.columns.items() if name != TARGETS},
+    )
 
 
 def summed(group_size: int, group_num_tokens: int, row_num_tokens: int) -> tuple[float, float]:

@@ -5,6 +5,9 @@ Usually the targets are the input shifted by one. Then the row is an ordinary on
 first token, its completion the targets. Otherwise, or with several targets per position, the
 targets are sent as candidates, tokens whose log-probabilities are computed in addition.
 
+A sparse tensor of a few bytes can describe a large array. Numbers of targets are therefore checked
+before any tensor is expanded, and expanded data exists only while its command runs.
+
 Shape legend: N input tokens, K targets of each.
 """
 
@@ -19,11 +22,17 @@ import numpy.typing as npt
 
 from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.api_losses import LossKind
-from rlsys.tinker_server.protobuf_messages import Array, WireDatum
+from rlsys.tinker_server.protobuf_messages import Array, WireDatum, dense
 from rlsys.types import Float32Array, TrainRow
 
 # Names of columns: the datum of the request that a token belongs to, and candidate targets.
 DATUM, TARGETS = "datum", "targets"
+
+# Targets of a position, at most. Distributions that clients distill are cut at 20 to 100 tokens.
+MAX_TARGETS = 1024
+# Targets of all positions of a request with several targets per position. They need about 30 bytes
+# each while the command runs.
+MAX_REQUEST_TARGETS = 1 << 23
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +49,13 @@ class DataRows:
 
     Attributes:
         rows: One per datum.
-        num_targets: K candidates per position; 0 if the rows' own tokens are the targets.
+        num_targets: Candidates per position of each row: 0 if its own tokens are the targets, else
+            a power of two. Candidates beyond the datum's K have weight 0.
         shapes: Shape of each datum's targets.
     """
 
     rows: Sequence[TrainRow]
-    num_targets: int
+    num_targets: Sequence[int]
     shapes: Sequence[tuple[int, ...]]
 
 
@@ -59,14 +69,13 @@ def rows_of(data: Sequence[WireDatum], name: str, kind: LossKind, limits: ModelL
         raise ApiError("data", rule="there is none", fix="Send at least one datum.")
     for number, one in enumerate(data):
         _check_names(number, one, name, kind)
+    _check_sizes(data, limits)
     targets = [_targets(number, one, limits) for number, one in enumerate(data)]
     aligned = all(
         target.ndim == 1 and np.array_equal(target[:-1], one.token_ids[1:])
         for target, one in zip(targets, data, strict=True)
     )
-    num_targets = 0
-    if not aligned:
-        num_targets = max(1 if target.ndim == 1 else target.shape[1] for target in targets)
+    num_targets = [0 if aligned else _num_candidates(target.shape) for target in targets]
     groups: dict[bytes, int] = {}
     rows = []
     for number, (one, target) in enumerate(zip(data, targets, strict=True)):
@@ -79,23 +88,44 @@ def rows_of(data: Sequence[WireDatum], name: str, kind: LossKind, limits: ModelL
         columns = _columns(number, one, target, kind)
         head = one.token_ids[: _num_untrained(columns, len(one.token_ids))].tobytes()
         rows.append(
-            _row(number, one, target, columns, num_targets, groups.setdefault(head, len(groups)))
+            _row(
+                number,
+                one,
+                target,
+                columns,
+                num_targets[number],
+                groups.setdefault(head, len(groups)),
+            )
         )
     return DataRows(rows=rows, num_targets=num_targets, shapes=[one.shape for one in targets])
 
 
-def turns(rows: Sequence[TrainRow], max_tokens: int) -> Iterator[Sequence[TrainRow]]:
-    """Yield the rows in order, in parts of at most `max_tokens`, or of one longer row."""
+def _num_candidates(shape: tuple[int, ...]) -> int:
+    """Return K rounded up to a power of two, so that rows of similar K share passes."""
+    return 1 if len(shape) == 1 else 1 << (shape[1] - 1).bit_length()
+
+
+def turns(
+    data: DataRows, *, max_tokens: int, max_targets: int
+) -> Iterator[tuple[int, Sequence[TrainRow]]]:
+    """Yield parts of the rows, each with its number of candidates per position.
+
+    A part has at most `max_tokens` tokens and `max_targets` targets, or one row. Its rows have the
+    same number of candidates. Otherwise they keep their order.
+    """
     part: list[TrainRow] = []
-    num_tokens = 0
-    for row in rows:
-        size = len(row.prompt_token_ids) + len(row.token_ids)
-        if part and num_tokens + size > max_tokens:
-            yield part
-            part, num_tokens = [], 0
+    of_part = num_tokens = num_targets = 0
+    for index in sorted(range(len(data.rows)), key=lambda index: data.num_targets[index]):
+        row, of_row = data.rows[index], data.num_targets[index]
+        tokens = len(row.prompt_token_ids) + len(row.token_ids)
+        targets = len(row.token_ids) * of_row
+        is_full = num_tokens + tokens > max_tokens or num_targets + targets > max_targets
+        if part and (is_full or of_row != of_part):
+            yield of_part, part
+            part, num_tokens, num_targets = [], 0, 0
         part.append(row)
-        num_tokens += size
-    yield part
+        of_part, num_tokens, num_targets = of_row, num_tokens + tokens, num_targets + targets
+    yield of_part, part
 
 
 def _check_names(number: int, datum: WireDatum, name: str, kind: LossKind) -> None:
@@ -108,8 +138,24 @@ def _check_names(number: int, datum: WireDatum, name: str, kind: LossKind) -> No
         )
 
 
-def _targets(number: int, datum: WireDatum, limits: ModelLimits) -> npt.NDArray[np.int64]:
-    """Return the targets of a datum, [N] or [N, K]."""
+def _check_sizes(data: Sequence[WireDatum], limits: ModelLimits) -> None:
+    """Check the shapes of the targets, before any of them is expanded."""
+    num_targets = 0
+    for number, one in enumerate(data):
+        shape = _target_shape(number, one, limits)
+        if len(shape) == 2:
+            num_targets += shape[0] * shape[1]
+    if num_targets > MAX_REQUEST_TARGETS:
+        raise ApiError(
+            "data",
+            rule=f"its positions have {num_targets:,} targets together, and a request has at most "
+            f"{MAX_REQUEST_TARGETS:,}",
+            fix="Divide it into several requests, or send fewer targets per position.",
+        )
+
+
+def _target_shape(number: int, datum: WireDatum, limits: ModelLimits) -> tuple[int, ...]:
+    """Return the shape of a datum's targets."""
     size = len(datum.token_ids)
     if not size:
         raise ApiError(
@@ -129,25 +175,40 @@ def _targets(number: int, datum: WireDatum, limits: ModelLimits) -> npt.NDArray[
             "target_tokens",
             fix="Add target_tokens.",
         )
-    if found.ndim not in (1, 2) or found.shape[0] != size or not found.size:
+    shape: tuple[int, ...] = found.shape
+    if len(shape) not in (1, 2) or shape[0] != size or 0 in shape:
         raise ApiError(
             f"data[{number}].target_tokens",
-            rule=f"the shape is {found.shape} for {size} input tokens",
+            rule=f"the shape is {shape} for {size} input tokens",
             fix="Give the shape (N,), or (N, K) for several targets.",
         )
+    most = min(MAX_TARGETS, limits.vocab_size)
+    if len(shape) == 2 and shape[1] > most:
+        raise ApiError(
+            f"data[{number}].target_tokens",
+            rule=f"a position has {shape[1]} targets, and at most {most} are allowed: {MAX_TARGETS}"
+            ", or all tokens of a smaller vocabulary",
+            fix="Send the most likely tokens only.",
+        )
+    return shape
+
+
+def _targets(number: int, datum: WireDatum, limits: ModelLimits) -> npt.NDArray[np.int64]:
+    """Return the targets of a datum, [N] or [N, K]."""
+    found = dense(datum.tensors["target_tokens"])
     if found.dtype.kind == "f":
         _check_whole(number, found)
-    targets = found.astype(np.int64)
-    for what, tokens in (("tokens", datum.token_ids), ("target_tokens", targets)):
+    # Floating-point targets are compared before the conversion, which would wrap large ones.
+    for what, tokens in (("tokens", datum.token_ids), ("target_tokens", found)):
         wrong = tokens[(tokens < 0) | (tokens >= limits.vocab_size)]
         if wrong.size:
             raise ApiError(
                 f"data[{number}].{what}",
-                int(wrong.flat[0]),
+                wrong.flat[0].item(),
                 rule=f"must be from 0 to {limits.vocab_size - 1}, the model's vocabulary",
                 fix="Use the tokenizer of this model.",
             )
-    return targets
+    return found.astype(np.int64)
 
 
 def _check_whole(number: int, targets: Array) -> None:
@@ -167,7 +228,7 @@ def _columns(
     """Return the columns that the loss needs, each of the shape of the targets."""
     columns = {}
     for tensor, column in kind.inputs.items():
-        found = datum.tensors.get(tensor)
+        found: Any = datum.tensors.get(tensor)
         if found is None:
             if tensor == "weights":  # equal weights
                 found = np.ones(targets.shape, np.float32)
@@ -183,7 +244,7 @@ def _columns(
                 rule=f"the shape is {found.shape}, and that of target_tokens is {targets.shape}",
                 fix="Give both the same shape.",
             )
-        values = found.astype(np.float32)
+        values = dense(found).astype(np.float32)
         if not np.isfinite(values).all():
             raise ApiError(
                 f"data[{number}].{tensor}",

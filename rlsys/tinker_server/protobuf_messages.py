@@ -5,6 +5,7 @@ Shape legend: N input tokens of a datum, K targets of each, V requested places.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +22,29 @@ Array = npt.NDArray[np.generic]
 
 PROTOBUF = "application/x-protobuf"
 
-# Elements of dense arrays that are made of sparse tensors, per tensor.
-MAX_DENSE_ELEMENTS = 1 << 27
-
 # Log-probability of places without top-k, as the client expects it.
 MASK_LOGPROB = -99999.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseArray:
+    """A checked sparse array of two dimensions (CSR): nonzero values row by row.
+
+    It may be far larger when it is expanded, so check its shape before.
+    """
+
+    shape: tuple[int, int]
+    values: Array
+    row_starts: npt.NDArray[np.int64]  # [rows + 1] into `values`
+    columns: npt.NDArray[np.int64]  # of each value
+
+    @property
+    def dense(self) -> Array:
+        """The whole array, expanded anew at each access."""
+        found: Array = np.zeros(self.shape, self.values.dtype)
+        rows = np.repeat(np.arange(self.shape[0]), np.diff(self.row_starts))
+        found[rows, self.columns] = self.values
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +68,7 @@ class WireDatum:
     """
 
     token_ids: Int32Array  # [N]
-    tensors: Mapping[str, Array]  # [N] or [N, K], float32 or int64
+    tensors: Mapping[str, Array | SparseArray]  # [N] or [N, K], float32 or int64
     input_spans: Sequence[DatumSpan] | None = None
     target_spans: Sequence[DatumSpan] | None = None
 
@@ -128,9 +147,11 @@ def _datum(number: int, datum: Any) -> WireDatum:
     chunks = []
     for chunk in datum.model_input:
         if not chunk.HasField("encoded_text"):
+            is_other = chunk.HasField("image") or chunk.HasField("dmel")
+            what = "an image or sound" if is_other else "a chunk without encoded text"
             raise ApiError(
                 f"data[{number}]",
-                rule="it has an image or sound, and this server's models only read tokens",
+                rule=f"it has {what}, and this server's models only read tokens",
                 fix="Send encoded text.",
             )
         chunks.append(_array(chunk.encoded_text.tokens, np.int32, f"data[{number}].tokens"))
@@ -162,7 +183,12 @@ def _spans(messages: Any) -> list[DatumSpan] | None:
     return found or None
 
 
-def _tensor(tensor: Any, what: str) -> Array:
+def dense(tensor: Array | SparseArray) -> Array:
+    """Return a tensor as an array."""
+    return tensor.dense if isinstance(tensor, SparseArray) else tensor
+
+
+def _tensor(tensor: Any, what: str) -> Array | SparseArray:
     dtypes: dict[int, Any] = {protobuf_schema.FLOAT32: np.float32, protobuf_schema.INT64: np.int64}
     if tensor.dtype not in dtypes:
         raise ApiError(
@@ -170,17 +196,20 @@ def _tensor(tensor: Any, what: str) -> Array:
         )
     dtype, shape = dtypes[tensor.dtype], tuple(tensor.shape)
     if tensor.HasField("sparse_csr"):
-        return _densified(tensor.sparse_csr, dtype, shape, what)
+        return _sparse(tensor.sparse_csr, dtype, shape, what)
     values = _array(tensor.dense, dtype, what)
     if not shape:
         return _typed(values)
-    if any(size < 0 for size in shape) or int(np.prod(shape)) != len(values):
+    try:
+        if any(size < 0 for size in shape) or math.prod(shape) != len(values):
+            raise ValueError
+        return _typed(values.reshape(shape))
+    except ValueError:  # numpy also refuses many dimensions, and huge ones beside a 0
         raise ApiError(
             what,
             rule=f"it has {len(values)} values, which do not fit the shape {shape}",
             fix="Send one value per element.",
-        )
-    return _typed(values.reshape(shape))
+        ) from None
 
 
 def _typed(array: Any) -> Array:
@@ -188,7 +217,7 @@ def _typed(array: Any) -> Array:
     return found
 
 
-def _densified(sparse: Any, dtype: Any, shape: tuple[int, ...], what: str) -> Array:
+def _sparse(sparse: Any, dtype: Any, shape: tuple[int, ...], what: str) -> SparseArray:
     values = _array(sparse.values, dtype, what)
     rows = _array(sparse.crow_indices, np.int64, what)
     columns = _array(sparse.col_indices, np.int64, what)
@@ -206,15 +235,7 @@ def _densified(sparse: Any, dtype: Any, shape: tuple[int, ...], what: str) -> Ar
         raise ApiError(
             what, rule=f"it is not a sparse array (CSR) of shape {shape}", fix="Check its indices."
         )
-    if shape[0] * shape[1] > MAX_DENSE_ELEMENTS:
-        raise ApiError(
-            what,
-            rule=f"its shape is {shape}, and at most {MAX_DENSE_ELEMENTS} numbers are allowed",
-            fix="Send smaller data.",
-        )
-    dense = np.zeros(shape, dtype)
-    dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
-    return dense
+    return SparseArray(shape=(shape[0], shape[1]), values=values, row_starts=rows, columns=columns)
 
 
 def _array(data: bytes, dtype: Any, what: str) -> Any:

@@ -47,7 +47,7 @@ def _with_records(
         )
     targets = datum.tensors.get("target_tokens")
     size = len(datum.token_ids)
-    if targets is None or targets.shape != (size,):
+    if not isinstance(targets, np.ndarray) or targets.shape != (size,):
         raise ApiError(
             f"data[{number}].target_tokens",
             rule=f"must have shape ({size},), one for each input token",

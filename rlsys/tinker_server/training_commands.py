@@ -157,7 +157,7 @@ class Training:
                 data = sent.data
                 if sent.loss == STABLE_REINFORCE:
                     data = provenance.with_records(data, self._records, model.session)
-                rows = rows_of(data, sent.loss, kind, model.base.limits)
+                rows = await asyncio.to_thread(rows_of, data, sent.loss, kind, model.base.limits)
                 assert model.trainer is not None
                 result = await model.trainer.forward_backward(
                     rows, loss, backward=not sent.forward_only

@@ -130,7 +130,7 @@ def rows(count: int) -> DataRows:
         )
         for number in range(count)
     ]
-    return DataRows(rows=found, num_targets=0, shapes=[(3,)] * count)
+    return DataRows(rows=found, num_targets=[0] * count, shapes=[(3,)] * count)
 
 
 def loss(_: Any) -> Any:

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from rlsys.algorithms.loss_inputs import LossInputs, TokenLoss
 from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.config.training_config import Precision
 from rlsys.engines.models.causal_lm import load_causal_lm
 from rlsys.tinker_server.api_losses import KINDS, loss_of, weighted_cross_entropy
-from rlsys.tinker_server.call_engine import AdamStep, PrimitiveEngine, summed
+from rlsys.tinker_server.call_engine import AdamStep, PrimitiveEngine, RecordingLoss, summed
 from rlsys.tinker_server.datum_rows import DataRows, ModelLimits, rows_of
-from rlsys.tinker_server.protobuf_messages import WireDatum
+from rlsys.tinker_server.protobuf_messages import WireDatum, dense
 from rlsys.tinker_server.saved_weights import SequenceScorer, saved_tensors
 from rlsys.tinker_server.server_backend import Scores
 from tests.engines.published import read_all
@@ -84,10 +85,11 @@ def rows(sent: Sequence[WireDatum], loss: str) -> DataRows:
 
 def passed(engine: PrimitiveEngine, sent: Sequence[WireDatum], loss: str, **options: Any) -> Any:
     found = rows(sent, loss)
+    (num_targets,) = set(found.num_targets)
     return engine.forward_backward(
         found.rows,
         loss_of(loss, {}),
-        num_targets=found.num_targets,
+        num_targets=num_targets,
         **{"backward": True, **options},
     )
 
@@ -98,7 +100,7 @@ def reference(model_path: Path, sent: Sequence[WireDatum]) -> tuple[Any, list[to
     logprobs = []
     for one in sent:
         logits = model(torch.from_numpy(one.token_ids).long()[None]).logits[0]
-        targets = torch.from_numpy(one.tensors["target_tokens"]).long()
+        targets = tensor(one, "target_tokens").long()
         logprobs.append(torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0])
     return model, logprobs
 
@@ -108,7 +110,7 @@ def total(parts: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def tensor(one: WireDatum, name: str) -> torch.Tensor:
-    return torch.from_numpy(one.tensors[name])
+    return torch.from_numpy(dense(one.tensors[name]))
 
 
 @pytest.mark.parametrize("aligned", [True, False])
@@ -153,6 +155,50 @@ def test_several_targets_of_a_position_count_each_with_its_weight(model_path: Pa
     engine.close()
 
 
+def test_a_loss_is_called_once_for_all_targets_of_a_pass() -> None:
+    """A call per target would make time and autograd nodes grow with K."""
+    logprobs = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, -6.0]], requires_grad=True)
+    calls = []
+
+    def loss(inputs: LossInputs) -> TokenLoss:
+        calls.append(inputs)
+        return -inputs.column("weights") * inputs.trainer_logprobs, {}
+
+    of_token = torch.tensor([10.0, 20.0])
+    recording = RecordingLoss(loss, 3)
+    losses, _ = recording(
+        LossInputs(
+            trainer_logprobs=torch.zeros(2),
+            proximal_logprobs=torch.zeros(2),
+            sampler_logprobs=of_token,
+            advantages=of_token,
+            entropy=of_token,
+            staleness=torch.tensor([0, 1]),
+            row_index=torch.tensor([0, 1]),
+            columns={
+                "weights": torch.tensor([[1.0, 0.5, 0.0], [2.0, 0.0, -1.0]]),
+                "datum": torch.tensor([4.0, 5.0]),
+                "targets": torch.zeros(2, 7),
+            },
+            candidate_logprobs=logprobs,
+        )
+    )
+    # 1 + 0.5 · 2, and 2 · 4 − 6.
+    assert losses.tolist() == [2.0, 2.0]
+    losses.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [[-1.0, -0.5, 0.0], [-2.0, 0.0, 1.0]]
+    (found,) = calls
+    assert found.row_index.tolist() == [0, 0, 0, 1, 1, 1]
+    assert found.sampler_logprobs.tolist() == [10.0] * 3 + [20.0] * 3
+    output = recording.output()
+    assert output.loss == 4.0
+    assert {number: one.tolist() for number, one in output.logprobs.items()} == {
+        4: [-1.0, -2.0, -3.0],
+        5: [-4.0, -5.0, -6.0],
+    }
+
+
 def test_gradients_add_up_and_a_step_is_torchs_adamw(model_path: Path) -> None:
     sent = data()
     model, expected = reference(model_path, sent)
@@ -189,13 +235,13 @@ def test_a_step_without_a_gradient_or_with_none_that_is_finite_changes_nothing(
     with invalid("optim_step"):
         engine.optim_step(STEP)
     huge = data(count=1)[0]
-    huge.tensors["weights"][:] = 3e38
+    dense(huge.tensors["weights"])[:] = 3e38
     for backward in (True, False):
         with pytest.raises(FloatingPointError) as found:
             passed(engine, [huge], "cross_entropy", backward=backward)
         assert "the loss is inf" in str(found.value)
     engine.discard()
-    huge.tensors["weights"][:] = 1e36  # the loss is finite, its gradient is not
+    dense(huge.tensors["weights"])[:] = 1e36  # the loss is finite, its gradient is not
     passed(engine, [huge], "cross_entropy")
     with pytest.raises(FloatingPointError) as found:
         engine.optim_step(STEP)
@@ -253,7 +299,8 @@ def test_samplers_read_the_published_weights(
     scorer = SequenceScorer(model_path, dtype=dtype, device="cpu", max_tokens=1000)
     scorer.take("v", tmp_path)
     whole = [
-        np.append(one.token_ids, one.tensors["target_tokens"][-1]).astype(np.int32) for one in sent
+        np.append(one.token_ids, dense(one.tensors["target_tokens"])[-1]).astype(np.int32)
+        for one in sent
     ]
     scores = scorer.score(whole)
     for number, one in enumerate(scores):

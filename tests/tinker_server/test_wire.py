@@ -21,6 +21,7 @@ from rlsys.tinker_server.protobuf_messages import (
     TopK,
     WireSequence,
     decode_pass,
+    dense,
     encode_pass,
     encode_sample,
 )
@@ -64,10 +65,10 @@ def test_a_request_of_the_client_is_read_as_it_was_meant() -> None:
     assert (found.forward_only, found.problem) == (False, None)
     first, second = found.data
     assert first.token_ids.tolist() == [5, 6, 7]
-    assert first.tensors["target_tokens"].tolist() == [6, 7, 8]
-    assert first.tensors["logprobs"].tolist() == logprobs.tolist()
-    assert second.tensors["target_tokens"].tolist() == [[2, 3]]
-    assert second.tensors["weights"].tolist() == [[0.5, 0.0]]
+    assert dense(first.tensors["target_tokens"]).tolist() == [6, 7, 8]
+    assert dense(first.tensors["logprobs"]).tolist() == logprobs.tolist()
+    assert dense(second.tensors["target_tokens"]).tolist() == [[2, 3]]
+    assert dense(second.tensors["weights"]).tolist() == [[0.5, 0.0]]
     assert decode_pass(sent([], forward_only=True)).forward_only
 
 
@@ -127,7 +128,40 @@ def test_sparse_tensors_are_filled_with_zeros() -> None:
     sparse = types.TensorData.from_torch_sparse(weights)
     assert sparse.sparse_crow_indices is not None
     found = decode_pass(sent([datum([1, 2, 3], target_tokens=[1, 2, 3], weights=sparse)]))
-    assert found.data[0].tensors["weights"].tolist() == weights.tolist()
+    assert dense(found.data[0].tensors["weights"]).tolist() == weights.tolist()
+    assert found.data[0].tensors["weights"].shape == (3, 8)
+
+
+def test_a_sparse_tensor_is_not_expanded_when_it_is_read() -> None:
+    message = pb.ForwardBackwardRequest()
+    message.ParseFromString(sent([datum([1], target_tokens=[1])]))
+    tensor = message.data[0].loss_fn_inputs["target_tokens"]
+    tensor.sparse_csr.values = np.array([7]).tobytes()
+    tensor.sparse_csr.crow_indices = np.array([0, 1]).tobytes()
+    tensor.sparse_csr.col_indices = np.array([2**50]).tobytes()
+    tensor.shape[:] = [1, 2**60]
+    found = decode_pass(message.SerializeToString())
+    assert found.problem is None
+    assert found.data[0].tensors["target_tokens"].shape == (1, 2**60)
+    tensor.shape[:] = [1, 2**50]  # the column is outside
+    problem = decode_pass(message.SerializeToString()).problem
+    assert problem is not None
+    assert problem.field == "data[0].target_tokens"
+
+
+@pytest.mark.parametrize("shape", [[0, 2**62], [2**32, 2**32], [1] * 65 + [0], [-1, 0], [0]])
+def test_an_empty_tensor_of_any_shape_is_an_array_or_refused(shape: list[int]) -> None:
+    message = pb.ForwardBackwardRequest()
+    message.ParseFromString(sent([datum([1], target_tokens=[1])]))
+    tensor = message.data[0].loss_fn_inputs["target_tokens"]
+    tensor.dense = b""
+    tensor.shape[:] = shape
+    found = decode_pass(message.SerializeToString())
+    if shape == [0]:
+        assert found.data[0].tensors["target_tokens"].shape == (0,)
+    else:
+        assert found.problem is not None
+        assert found.problem.field == "data[0].target_tokens"
 
 
 def test_data_that_cannot_be_read_keeps_its_number() -> None:
@@ -139,6 +173,13 @@ def test_data_that_cannot_be_read_keeps_its_number() -> None:
     assert (found.seq_id, found.data) == (7, [])
     assert found.problem is not None
     assert found.problem.field == "data[0]"
+    assert "image" in found.problem.rule
+    message = pb.ForwardBackwardRequest()
+    message.data.add().model_input.add()  # a chunk of no kind
+    empty = decode_pass(message.SerializeToString()).problem
+    assert empty is not None
+    assert empty.field == "data[0]"
+    assert "image" not in empty.rule
     with refused("body", status=400):
         decode_pass(b"\xff\xff\xff")
 
