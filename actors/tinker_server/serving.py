@@ -158,7 +158,7 @@ def _checkpoints(config: ServerConfig) -> ServerCheckpoints:
         raise InvalidValue(
             "checkpoints_dir",
             config.checkpoints_dir,
-            rule=f"the server cannot write there ({error.strerror})",
+            rule=f"the server cannot write there ({error.strerror or error}: {error.filename})",
             fix="Choose another directory, or make it writable.",
         ) from error
     return checkpoints

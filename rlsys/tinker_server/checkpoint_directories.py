@@ -57,6 +57,14 @@ def start_removal(*directories: Path) -> Thread | None:
     return start_thread(_remove_all, found, name=f"remove {directories[0].name}", fail=report)
 
 
+def remove_at_once(place: Path) -> None:
+    """Remove a small file that may exist, or what is in its place."""
+    if place.is_dir() and not place.is_symlink():
+        shutil.rmtree(place)
+    else:
+        place.unlink(missing_ok=True)
+
+
 def _remove_all(directories: Sequence[Path]) -> None:
     for one in directories:
         try:

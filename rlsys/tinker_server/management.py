@@ -19,6 +19,7 @@ from rlsys.tinker_server import request_checks
 from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.request_checks import Body
 from rlsys.tinker_server.server_checkpoints import (
+    MAX_TIME,
     CheckpointKind,
     SavedModel,
     ServerCheckpoint,
@@ -146,7 +147,7 @@ class Management:
             "checkpoint_type": CHECKPOINT_TYPES[one.kind],
             "time": _iso(one.time),
             "tinker_path": one.path,
-            "size_bytes": sum(file.stat().st_size for file in one.files),
+            "size_bytes": one.num_bytes,
             "public": False,
             "user_metadata": self._description(one).user_metadata or None,
             "expires_at": None if one.expires_at is None else _iso(one.expires_at),
@@ -223,4 +224,4 @@ class Management:
 
 
 def _iso(unix_time: float) -> str:
-    return datetime.fromtimestamp(unix_time, UTC).isoformat()
+    return datetime.fromtimestamp(min(unix_time, MAX_TIME), UTC).isoformat()

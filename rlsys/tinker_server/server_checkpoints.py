@@ -8,7 +8,7 @@ A checkpoint is the directory DIRECTORY/MODEL/weights/NAME (and so on). It conta
 which describes the model, and manifest.json with the checksums of its files. A directory appears
 atomically. NAME is the client's, or one with the number of optimizer steps; MODEL is the model's id
 with "." instead of ":". The file `.NAME.expires` next to a directory contains the Unix time at
-which the checkpoint is deleted.
+which the checkpoint is deleted. A checkpoint whose file is damaged is kept.
 
 A server that is killed leaves directories `.NAME.partial` and `.NAME.before`, and temporary
 checkpoints. The next server in the same directory removes them at its start (`recover`).
@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Literal, get_args
 
+from rlsys.common.append_only_file import regular_file
 from rlsys.common.atomic_files import write_atomically, writing
 from rlsys.common.manifest import MANIFEST_FILE, check_entry, faults_of, write_manifest
 from rlsys.common.safe_json import dump_json, parse_json
@@ -38,10 +40,13 @@ from rlsys.tinker_server.checkpoint_directories import (
     copy_tree,
     directory_before,
     partial_directory,
+    remove_at_once,
     remove_directories,
     start_removal,
     wait_for_removal,
 )
+
+logger = logging.getLogger(__name__)
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 CHECKPOINT_KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)
@@ -51,7 +56,15 @@ SAVED = "saved.json"
 ADAPTER_DIRECTORY = "adapter"  # in sampler weights, as PEFT saves them
 LOCK = ".servers"  # each server of a directory holds a shared lock on this file
 
-ROOM = "delete checkpoints (tinker checkpoint delete), or free other space, and repeat the command"
+# The last second of the year 9999, after which there are no dates.
+MAX_TIME = 253_402_300_799
+
+ROOM = (
+    "delete checkpoints with all their copies, which share their files (tinker checkpoint delete), "
+    "or free other space, and repeat the command"
+)
+# Copies of `copy_weights` share the damaged file.
+RESTORE = "from a backup, as its copies on this server share its files"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_:-]{0,199}")  # without ".", which replaces ":"
@@ -129,16 +142,27 @@ class ServerCheckpoint:
         own = (self.directory / SAVED, self.directory / MANIFEST_FILE)
         return [one for one in found if one not in own]
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the files, 0 if the checkpoint is deleted meanwhile."""
+        try:
+            return sum(one.stat().st_size for one in self.files)
+        except FileNotFoundError:
+            return 0
+
 
 class ServerCheckpoints:
-    """All checkpoints of one server in `directory`. `now` returns the Unix time in seconds."""
+    """All checkpoints of one server in `directory`. `now` returns the Unix time in seconds.
+
+    `recover` reads when the checkpoints that are there expire.
+    """
 
     def __init__(self, directory: Path, now: Callable[[], float] = time.time) -> None:
         self._directory = directory
         self._now = now
         self._copying = asyncio.Lock()
         self._lock: int | None = None  # descriptor of the locked file
-        self._expires = dict(_expiries(directory))
+        self._expires: dict[Path, float] = {}
 
     def recover(self) -> None:
         """Remove what a killed server left, unless another server uses the directory.
@@ -153,7 +177,7 @@ class ServerCheckpoints:
             self._directory.mkdir(parents=True, exist_ok=True)
             if self._is_alone():
                 _clean(self._directory)
-        self._expires = dict(_expiries(self._directory))
+            self._expires = dict(_expiries(self._directory))
 
     def _is_alone(self) -> bool:
         """Return whether no other server uses the directory. This one keeps its lock."""
@@ -208,7 +232,7 @@ class ServerCheckpoints:
                 fix="Give a path that this server has returned.",
             )
         directory = self._where(model, kind, name)
-        if not (directory / SAVED).is_file() or self._is_expired(directory):
+        if _saved_at(directory) is None or self._is_expired(directory):
             raise _missing(path, "it was not saved, was deleted, or has expired")
         return model, directory
 
@@ -216,7 +240,10 @@ class ServerCheckpoints:
         """Return the checkpoint of any kind at this path. Raise as `parse` does."""
         kind = kind_of_path(path)
         model, directory = self.parse(path, kind)
-        return self._found(model, kind, directory)
+        saved_at = _saved_at(directory)
+        if saved_at is None:
+            raise _missing(path, "it was deleted meanwhile")
+        return self._found(model, kind, directory, saved_at)
 
     def description(self, directory: Path) -> SavedModel:
         """Return the description of a checkpoint.
@@ -228,11 +255,11 @@ class ServerCheckpoints:
         try:
             check_entry(directory, SAVED)
             return SavedModel(**parse_json(file.read_text()))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OSError) as error:
             raise ApiError(
                 str(file),
                 rule=f"it does not describe a checkpoint ({error}), so it was edited or damaged",
-                fix="Restore it from a copy, or load another checkpoint.",
+                fix=f"Restore it {RESTORE}, or load another checkpoint.",
             ) from error
 
     def exists(self, path: str, kind: CheckpointKind) -> bool:
@@ -282,7 +309,8 @@ class ServerCheckpoints:
     async def copy(self, path: str, model: str, ttl_s: float | None) -> str:
         """Copy a checkpoint to another model and return the new path.
 
-        The files are hard links if the disk supports them. An existing copy is kept. Copies run one
+        The files are hard links if the disk supports them, so a copy needs no space until the other
+        one is deleted, and damage of a file damages both. An existing copy is kept. Copies run one
         after the other, because the client repeats a request whose answer is late.
 
         Raises:
@@ -352,17 +380,21 @@ class ServerCheckpoints:
         for kind in CHECKPOINT_KINDS:
             for file in self._where(model, kind, "").glob(f"*/{SAVED}"):
                 # Other names belong to directories that are being written or removed.
-                if _NAME.fullmatch(file.parent.name) and not self._is_expired(file.parent):
-                    yield self._found(model, kind, file.parent)
+                if not _NAME.fullmatch(file.parent.name) or self._is_expired(file.parent):
+                    continue
+                if (saved_at := _saved_at(file.parent)) is not None:
+                    yield self._found(model, kind, file.parent, saved_at)
 
-    def _found(self, model: str, kind: CheckpointKind, directory: Path) -> ServerCheckpoint:
+    def _found(
+        self, model: str, kind: CheckpointKind, directory: Path, saved_at: float
+    ) -> ServerCheckpoint:
         return ServerCheckpoint(
             path=f"{SCHEME}{model}/{kind}/{directory.name}",
             model=model,
             kind=kind,
             name=directory.name,
             directory=directory,
-            time=(directory / SAVED).stat().st_mtime,
+            time=saved_at,
             expires_at=self._expires.get(directory),
         )
 
@@ -380,8 +412,9 @@ class ServerCheckpoints:
 
     def _set_ttl(self, directory: Path, ttl_s: float | None) -> None:
         file = directory.with_name(f".{directory.name}.expires")
+        if ttl_s is None or file.is_dir():
+            remove_at_once(file)
         if ttl_s is None:
-            file.unlink(missing_ok=True)
             self._expires.pop(directory, None)
             return
         expires_at = self._now() + ttl_s
@@ -417,6 +450,17 @@ def kind_of_path(path: str) -> CheckpointKind:
     )
 
 
+def _saved_at(directory: Path) -> float | None:
+    """Return the Unix time at which a checkpoint was saved, or None if there is none.
+
+    A damaged saved.json counts, so that the checkpoint is listed and can be deleted.
+    """
+    try:
+        return (directory / SAVED).lstat().st_mtime
+    except OSError:
+        return None
+
+
 def _missing(path: str, why: str) -> ApiError:
     return ApiError(
         "path", path, rule=f"there is no such checkpoint: {why}", fix="Use another.", status=404
@@ -437,7 +481,7 @@ async def check_undamaged(path: str, directory: Path) -> None:
             "path",
             path,
             rule=f"the checkpoint is damaged: {'; '.join(faults)}",
-            fix=f"Restore {directory} from a copy, or use another checkpoint.",
+            fix=f"Restore {directory} {RESTORE}, or use another checkpoint.",
         )
 
 
@@ -448,8 +492,25 @@ def _has_files(directory: Path) -> bool:
 def _expiries(directory: Path) -> Iterator[tuple[Path, float]]:
     """Yield when each checkpoint expires. One with a damaged file never does."""
     for file, place in _expiry_files(directory):
-        with contextlib.suppress(ValueError):
-            yield place, float(file.read_text())
+        if (expires_at := _expiry(file)) is not None:
+            yield place, expires_at
+
+
+def _expiry(file: Path) -> float | None:
+    """Return the Unix time in a file. If it is damaged, log a warning and return None."""
+    try:
+        text = regular_file(file).read_text()
+        if 0 <= (found := float(text)) <= MAX_TIME:  # false for nan
+            return found
+        why = f"{found} is not a Unix time before the year 10000"
+    except (ValueError, OSError) as error:
+        why = str(error)
+    logger.warning(
+        "%s is damaged (%s), so its checkpoint is kept and does not expire. Set its ttl again.",
+        file,
+        why,
+    )
+    return None
 
 
 def _expiry_files(directory: Path) -> Iterator[tuple[Path, Path]]:
@@ -470,8 +531,8 @@ def _clean(directory: Path) -> None:
             before.rename(place)
     for file in directory.glob(f"*/sampler_weights/*/{SAVED}"):
         with contextlib.suppress(ValueError, TypeError, OSError):
-            if SavedModel(**parse_json(file.read_text())).is_temporary:
+            if SavedModel(**parse_json(regular_file(file).read_text())).is_temporary:
                 shutil.rmtree(file.parent, ignore_errors=True)
     for file, place in _expiry_files(directory):
         if not place.exists():
-            file.unlink(missing_ok=True)
+            remove_at_once(file)

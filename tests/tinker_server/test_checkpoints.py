@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -384,6 +385,7 @@ def test_a_checkpoint_expires_also_after_a_restart(tmp_path: Path) -> None:
     save(checkpoints, kept, "2", ttl_s=50)
     checkpoints.set_ttl(kept, None)
     checkpoints = ServerCheckpoints(tmp_path, now=clock)
+    checkpoints.recover()
     clock.now += 49
     assert [one.expires_at for one in checkpoints.of_model("m:1")] == [150.0, None]
     checkpoints.expire()
@@ -415,11 +417,102 @@ def test_saving_again_replaces_the_time_to_live(tmp_path: Path) -> None:
     assert checkpoints.exists(path, "weights")
 
 
-def test_a_damaged_expiry_keeps_the_checkpoint(tmp_path: Path) -> None:
-    path = ServerCheckpoints(tmp_path).path("m", "weights", "a")
-    save(ServerCheckpoints(tmp_path), path, "1", ttl_s=1e6)
-    (tmp_path / "m" / "weights" / ".a.expires").write_text("soon")
-    assert ServerCheckpoints(tmp_path).get(path).expires_at is None
+def put_directory(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+    (file / "inside").write_text("1")
+
+
+def put_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)  # reading it would never end
+
+
+DAMAGE: Mapping[str, Callable[[Path], object]] = {
+    **{
+        text: functools.partial(Path.write_text, data=text)
+        for text in ("soon", "nan", "inf", "-1", "1e300", "9" * 22, "9" * 400, "")
+    },
+    "binary": functools.partial(Path.write_bytes, data=b"\xff\xfe\x00"),
+    "directory": put_directory,
+    "pipe": put_pipe,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_expiry_keeps_its_checkpoint_and_concerns_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    clock = Clock()
+    before = ServerCheckpoints(tmp_path, now=clock)
+    path, other = (before.path("m", "weights", name) for name in "ab")
+    for each in (path, other):
+        save(before, each, "1", ttl_s=50)
+    file = tmp_path / "m" / "weights" / ".a.expires"
+    DAMAGE[damage](file)
+    checkpoints = ServerCheckpoints(tmp_path, now=clock)
+    checkpoints.recover()
+    (warning,) = caplog.records
+    assert (warning.levelname, str(file) in warning.getMessage()) == ("WARNING", True)
+    assert {one.path: one.expires_at for one in checkpoints.all()} == {path: None, other: 150.0}
+    clock.now += 50
+    for thread in started_threads(checkpoints.expire):
+        thread.join(LIMIT_S)
+    assert [one.path for one in checkpoints.all()] == [path]
+    checkpoints.set_ttl(path, 10)
+    assert checkpoints.get(path).expires_at == 160.0
+    assert float(file.read_text()) == 160.0
+    DAMAGE[damage](file)
+    asyncio.run(checkpoints.remove(checkpoints.get(path).directory))
+    assert not list((tmp_path / "m" / "weights").iterdir())
+
+
+def test_a_damaged_expiry_without_a_checkpoint_is_removed_at_the_start(tmp_path: Path) -> None:
+    folder = tmp_path / "m" / "weights"
+    (folder / ".gone.expires" / "inside").mkdir(parents=True)
+    ServerCheckpoints(tmp_path).recover()
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("damage", ["directory", "pipe"])
+def test_a_saved_json_that_is_no_file_is_damage_of_its_checkpoint(
+    tmp_path: Path, damage: str
+) -> None:
+    checkpoints = ServerCheckpoints(tmp_path)
+    path, other = (checkpoints.path("m", "sampler_weights", name) for name in "ab")
+    for each in (path, other):
+        save(checkpoints, each, "1")
+    file = checkpoints.get(path).directory / "saved.json"
+    DAMAGE[damage](file)
+    checkpoints.recover()
+    assert {one.path for one in checkpoints.all()} == {path, other}
+    with refused(str(file)):
+        checkpoints.description(checkpoints.get(path).directory)
+    asyncio.run(checkpoints.remove(checkpoints.get(path).directory))
+    assert [one.path for one in checkpoints.all()] == [other]
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_listed_has_no_size(tmp_path: Path) -> None:
+    checkpoints = ServerCheckpoints(tmp_path)
+    path = checkpoints.path("m", "weights", "a")
+    save(checkpoints, path, "1234")
+    listed = checkpoints.get(path)
+    assert listed.num_bytes == 4
+    asyncio.run(checkpoints.remove(listed.directory))
+    assert listed.num_bytes == 0
+
+
+def test_a_copy_shares_files_until_one_is_deleted(tmp_path: Path) -> None:
+    checkpoints = ServerCheckpoints(tmp_path)
+    path = checkpoints.path("m", "weights", "a")
+    save(checkpoints, path, "1234")
+    copied = asyncio.run(checkpoints.copy(path, "copy-1", None))
+    first, second = (checkpoints.get(one).directory / "state" for one in (path, copied))
+    assert first.samefile(second)
+    first.write_text("1235")  # damage of one is damage of both
+    for one in (path, copied):
+        with refused("path", one):
+            asyncio.run(check_undamaged(one, checkpoints.get(one).directory))
 
 
 def test_a_copy_is_a_checkpoint_of_its_own(tmp_path: Path) -> None:
