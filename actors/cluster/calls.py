@@ -74,7 +74,7 @@ class WorkerDied(WorkerError):
 
     Attributes:
         worker: Name of the actor, or "".
-        method: The call that failed, or "".
+        method: The call that failed, or "" if the worker was only watched.
         cause: Cause of the death, or "".
     """
 
@@ -158,7 +158,7 @@ class Worker:
 
     async def watch(self) -> None:
         """Wait until the worker dies, then raise WorkerDied."""
-        await self._answer("watch", asyncio.get_running_loop().create_future(), (), None)
+        await self._answer("", asyncio.get_running_loop().create_future(), (), None)
 
     @property
     def is_dead(self) -> bool:
@@ -224,7 +224,8 @@ class Worker:
             raise self._death(method) from None
 
     def _death(self, method: str) -> WorkerDied:
-        message = f"{self.name} died during {method}: {self._cause}"
+        during = f" during {method}" if method else ""  # watched, but not called
+        message = f"{self.name} died{during}: {self._cause}"
         return WorkerDied(message, worker=self.name, method=method, cause=self._cause)
 
     async def _beat(self, limit_s: float) -> None:

@@ -1,6 +1,6 @@
 """Server of the Tinker API in this process, with trainers and samplers as actors.
 
-uvicorn ─► rlsys.tinker_server.http_app ─► service ─► RayBackend
+http_server (uvicorn) ─► rlsys.tinker_server.http_app ─► service ─► RayBackend
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ async def serve(checked: CheckedServer) -> None:
     Raises:
         RunFailed: No sampler starts.
     """
-    import uvicorn
-
     from rlsys.errors import RunFailed
     from rlsys.tinker_server.http_app import Api
     from rlsys.tinker_server.tinker_service import ServerLimits, Service
+
+    from .http_server import HttpServer
 
     config, key, backend = checked.config, checked.key, checked.backend
     listening = checked.listening
@@ -99,19 +99,10 @@ async def serve(checked: CheckedServer) -> None:
         ),
     )
     api = Api(service, key=key, max_body_bytes=config.max_body_mib * 2**20)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            api.application(),
-            log_level="warning",
-            access_log=False,
-            timeout_keep_alive=60,
-            timeout_graceful_shutdown=5,
-        )
-    )
     host, port = listening.getsockname()[:2]
     print(f"serving {_name(config)}; for the client:")
     print(f"  export TINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY={key}", flush=True)
-    await server.serve(sockets=[listening])
+    await HttpServer(api).serve(sockets=[listening])
 
 
 def _check_packages() -> None:

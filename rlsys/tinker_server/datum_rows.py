@@ -195,7 +195,7 @@ def _target_shape(number: int, datum: WireDatum, limits: ModelLimits) -> tuple[i
 
 def _targets(number: int, datum: WireDatum, limits: ModelLimits) -> npt.NDArray[np.int64]:
     """Return the targets of a datum, [N] or [N, K]."""
-    found = dense(datum.tensors["target_tokens"])
+    found: Any = dense(datum.tensors["target_tokens"])
     if found.dtype.kind == "f":
         _check_whole(number, found)
     # Floating-point targets are compared before the conversion, which would wrap large ones.
@@ -208,7 +208,8 @@ def _targets(number: int, datum: WireDatum, limits: ModelLimits) -> npt.NDArray[
                 rule=f"must be from 0 to {limits.vocab_size - 1}, the model's vocabulary",
                 fix="Use the tokenizer of this model.",
             )
-    return found.astype(np.int64)
+    targets: npt.NDArray[np.int64] = found.astype(np.int64)
+    return targets
 
 
 def _check_whole(number: int, targets: Array) -> None:

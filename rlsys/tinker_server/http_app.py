@@ -4,7 +4,8 @@
     POST /api/v1/retrieve_future   waits up to LONG_POLL_S for one future; 408: try again
     POST /api/v1/retrieve_futures  waits for any future of a sampling client
 
-An answer with a 4xx status has the reason as "error" and "detail".
+An answer with a 4xx status has the reason as "error" and "detail". When the server ends, requests
+that wait are answered with 503.
 """
 
 from __future__ import annotations
@@ -37,12 +38,18 @@ from rlsys.tinker_server.management_routes import (
 )
 from rlsys.tinker_server.protobuf_messages import PROTOBUF, decode_pass
 from rlsys.tinker_server.request_checks import Body, parse_json
+from rlsys.tinker_server.request_waits import RequestWaits, server_ends
 from rlsys.tinker_server.tinker_service import Service
 
 logger = logging.getLogger(__name__)
 
 # The client waits 45 s for an answer.
 LONG_POLL_S = 30.0
+
+# A body has so many seconds to arrive, and one more for each part of this many bytes. So a slow
+# network may send a large body, and a client that sends a few bytes per second holds no connection.
+BODY_S = 30.0
+BODY_BYTES_PER_S = 1 << 16
 
 # A larger body is decoded in a thread, so that the event loop can answer heartbeats.
 SMALL_BODY = 1 << 18
@@ -70,6 +77,11 @@ class Api:
         self._key = key
         self._max_body_bytes = max_body_bytes
         self._zstd = _zstd_decompressor()
+        self._waits = RequestWaits()
+
+    def end_waits(self) -> None:
+        """Answer the requests that wait, because the server ends."""
+        self._waits.end()
 
     def application(self) -> Starlette:
         """Return the application."""
@@ -126,6 +138,14 @@ class Api:
         """Return a handler that checks the key and answers errors as JSON."""
 
         async def guarded(request: Request) -> Response:
+            response = await answered(request)
+            if _is_unread(request) and response.status_code != 413:
+                # The rest of the body, which may never come, would occupy the connection. After
+                # 413 the client still sends, and would miss the answer.
+                response.headers["connection"] = "close"
+            return response
+
+        async def answered(request: Request) -> Response:
             try:
                 if has_key:
                     self._check_key(request)
@@ -138,6 +158,10 @@ class Api:
                 return _refusal(str(error), 422)
             except ClientDisconnect:
                 return Response(status_code=499)
+            except asyncio.CancelledError:
+                if not self._waits.is_ending:
+                    raise
+                return _refusal(str(server_ends()), 503)
 
         return guarded
 
@@ -156,11 +180,26 @@ class Api:
     async def _body(self, request: Request) -> bytes:
         limit = self._max_body_bytes
         parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                break
-            parts.append(part)
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        try:
+            async with self._waits.wait(), asyncio.timeout_at(start_s + BODY_S) as time_limit:
+                async for part in request.stream():
+                    size += len(part)
+                    if size > limit:
+                        break
+                    parts.append(part)
+                    time_limit.reschedule(start_s + BODY_S + size / BODY_BYTES_PER_S)
+                else:
+                    request.state.is_read = True
+        except TimeoutError:
+            raise ApiError(
+                "body",
+                rule=f"only {size} bytes arrived in {loop.time() - start_s:.0f} s, and a body has "
+                f"{BODY_S:g} s and one more for each {BODY_BYTES_PER_S} bytes",
+                fix="Use a faster connection.",
+                status=408,
+            ) from None
         if size > limit or int(request.headers.get("content-length") or 0) > limit:
             raise ApiError(
                 "body",
@@ -169,9 +208,18 @@ class Api:
                 status=413,
             )
         body = b"".join(parts)
-        if request.headers.get("content-encoding") == "zstd":
-            return await asyncio.to_thread(self._decompressed, body)
-        return body
+        encoding = request.headers.get("content-encoding", "").strip().lower()
+        if encoding in ("", "identity"):
+            return body
+        if encoding != "zstd":
+            raise ApiError(
+                "content-encoding",
+                encoding,
+                rule="only zstd is supported",
+                fix="Send the body without compression.",
+                status=415,
+            )
+        return await asyncio.to_thread(self._decompressed, body)
 
     def _decompressed(self, body: bytes) -> bytes:
         if self._zstd is None:
@@ -201,7 +249,8 @@ class Api:
             body = await self._body(request)
             parsed = parse_json(body)
             if before is not None:
-                await before(parsed)
+                async with self._waits.wait():
+                    await before(parsed)
             return JSONResponse({"request_id": enter(parsed, _digest(body))})
 
         return command
@@ -232,7 +281,8 @@ class Api:
 
     async def _retrieve_future(self, request: Request) -> Response:
         name = request_checks.text(parse_json(await self._body(request)), "request_id")
-        outcome = await self._service.futures.wait(name, LONG_POLL_S)
+        async with self._waits.wait():
+            outcome = await self._service.futures.wait(name, LONG_POLL_S)
         if outcome is None:
             again = {"type": "try_again", "request_id": name, "queue_state": "active"}
             return JSONResponse(again, status_code=408)
@@ -255,10 +305,11 @@ class Api:
         timeout_s = request_checks.number(
             body, "timeout", LONG_POLL_S, below=float("inf"), nullable=True
         )
-        cursor, found = await self._service.sampling.completions(name, client).wait(
-            behind=request_checks.whole_number(body, "prev_cursor", 0, high=2**62),
-            timeout_s=min(timeout_s, LONG_POLL_S),
-        )
+        behind = request_checks.whole_number(body, "prev_cursor", 0, high=2**62)
+        async with self._waits.wait():
+            cursor, found = await self._service.sampling.completions(name, client).wait(
+                behind=behind, timeout_s=min(timeout_s, LONG_POLL_S)
+            )
         completions: list[dict[str, Any]] = []
         for one in found:
             if one.size is None:
@@ -326,6 +377,13 @@ class Api:
         await self._body(request)
         self._service.finish_session(request.path_params["session"])
         return Response(status_code=204)
+
+
+def _is_unread(request: Request) -> bool:
+    """Return whether a part of the request's body may still have to arrive."""
+    size = request.headers.get("content-length", "0")
+    has_body = size != "0" or "transfer-encoding" in request.headers
+    return has_body and not getattr(request.state, "is_read", False)
 
 
 def _refusal(message: str, status: int) -> Response:

@@ -222,7 +222,8 @@ def test_the_death_of_a_watched_worker_is_noticed_at_once() -> None:
         await asyncio.sleep(100.5)
         actor.dead.set()
         death = await death_of(watching)
-        assert (death.worker, death.method) == ("rollout-0", "watch")
+        assert (death.worker, death.method) == ("rollout-0", "")
+        assert str(death) == f"rollout-0 died: {death.cause}"  # without a method's name
         assert death.cause == "Its process has died. Exit detail: End of file"
         assert now() == 100.5
 

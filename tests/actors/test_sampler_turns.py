@@ -42,7 +42,7 @@ class FakeWorker:
 
     async def watch(self) -> None:
         await self.died.wait()
-        raise WorkerDied(f"{self.name} died during watch: {self.cause}")
+        raise WorkerDied(f"{self.name} died: {self.cause}")
 
     async def start_call(self, method: str, *args: Any) -> Any:
         return await self.call(method, *args)

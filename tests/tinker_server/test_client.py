@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 import tinker
 import torch
-import uvicorn
 from tinker import types
 
+from actors.tinker_server.http_server import HttpServer
 from rlsys.tinker_server import server_checkpoints
 from rlsys.tinker_server.api_errors import PartDied
 from rlsys.tinker_server.http_app import Api
@@ -61,7 +61,7 @@ class Served:
 def served(
     tmp_path: Path, *, max_models: int = 100, make: Callable[[], Any] = FakeBackend
 ) -> Iterator[Served]:
-    started: list[tuple[uvicorn.Server, Any, Service]] = []
+    started: list[tuple[HttpServer, Any, Service]] = []
     clock = Clock()
 
     async def main() -> None:
@@ -70,10 +70,7 @@ def served(
         limits = ServerLimits(max_models=max_models)
         service = Service(backend, ServerCheckpoints(tmp_path), clock=clock, limits=limits)
         api = Api(service, key=KEY, max_body_bytes=1 << 20)
-        config = uvicorn.Config(
-            api.application(), port=0, log_level="error", timeout_graceful_shutdown=1
-        )
-        started.append((uvicorn.Server(config), backend, service))
+        started.append((HttpServer(api, grace_s=1, port=0), backend, service))
         await started[0][0].serve()
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)

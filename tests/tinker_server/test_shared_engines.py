@@ -18,6 +18,7 @@ from rlsys.engines.training.trainer_state import finish_state
 from rlsys.reallocation.transport.shared_memory import SharedMemory
 from rlsys.tinker_server.api_losses import weighted_cross_entropy
 from rlsys.tinker_server.call_engine import PrimitiveEngine, summed
+from rlsys.tinker_server.protobuf_messages import dense
 from tests.engines.training_harness import tiny_model
 from tests.tinker_server.test_engine import STEP, data, passed
 
@@ -112,7 +113,7 @@ def test_a_failed_step_a_load_and_an_end_change_no_other_model(
     second.load_weights(directory, optimizer=True)
     assert all(torch.equal(trained(third)[name], one) for name, one in trained(second).items())
     huge = data(count=1)[0]
-    huge.tensors["weights"][:] = 1e36
+    dense(huge.tensors["weights"])[:] = 1e36
     passed(third, [huge], "cross_entropy")
     with pytest.raises(FloatingPointError):
         third.optim_step(STEP)
