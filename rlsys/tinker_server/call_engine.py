@@ -18,6 +18,7 @@ import torch
 
 from rlsys.algorithms.loss_inputs import LossFn, LossInputs, TokenLoss, needs_of, uses_advantages
 from rlsys.engines.models.collate import split_passes
+from rlsys.engines.training.accumulation import Objective
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.optimizer import scale_gradients
 from rlsys.engines.training.sharding import free_gathered
@@ -161,7 +162,7 @@ class PrimitiveEngine(FSDPEngine):
         """
         recording = RecordingLoss(loss, num_targets)
         if backward:
-            self._accumulate(self._role, [rows], recording, summed)
+            self._accumulate(Objective(self._role, recording, summed), [rows])
         else:
             self._evaluate(rows, recording)
         output = recording.output()

@@ -30,7 +30,7 @@ DATUM, TARGETS = "datum", "targets"
 
 # Targets of a position, at most. Distributions that clients distill are cut at 20 to 100 tokens.
 MAX_TARGETS = 1024
-# Targets of all positions of a request with several targets per position. They need about 30 bytes
+# Targets of all positions of a request with several targets per position. They need about 50 bytes
 # each while the command runs.
 MAX_REQUEST_TARGETS = 1 << 23
 
