@@ -195,7 +195,9 @@ class RayTrainerProxy:
         found = sent[place, base, method]
         if link is not None:
             for rank, offer in zip(ranks, found, strict=True):
-                rank.send_weights.remote(offer, link)
+                # Ray logs an error that nobody reads. The receiver reports failures of both calls.
+                as_future(offer)
+                as_future(rank.send_weights.remote(offer, link))
         return found
 
     def send_again(self, manifest: WeightManifest) -> None:
