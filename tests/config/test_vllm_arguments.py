@@ -207,7 +207,8 @@ def test_only_arguments_that_round_are_marked() -> None:
 def test_the_command_line_adds_to_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
-        '[rollout]\nengine = "vllm"\n[rollout.vllm]\nmax-num-batched-tokens = 512\nwatermark = 0.1\n'
+        '[rollout]\nengine = "vllm"\n[rollout.vllm]\nmax-num-batched-tokens = 512\n'
+        "watermark = 0.1\n"
         "limit_mm_per_prompt = {my-kind = 1}\n"
     )
     options = "--rollout.vllm.watermark 0.2 --rollout.vllm.kv_cache_dtype fp8"
