@@ -238,7 +238,7 @@ def test_a_clamped_log_probability_is_not_finite() -> None:
     }
     found = served_generation("a", [choice]).until_failure()
     assert (found.finish_reason, found.token_ids.tolist()) == (FinishReason.FAILED, [4])
-    wrong = ([], None, "text", [1], [{}], [choice | {"weight_versions": None}])
+    wrong: list[Any] = [[], None, "text", [1], [{}], [choice | {"weight_versions": None}]]
     for choices in (*wrong, [choice | {"logprobs": 3}], [choice | {"token_ids": ["x", "y"]}]):
         with error_about(EngineError, "a"):
             served_generation("a", choices)

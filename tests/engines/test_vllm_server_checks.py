@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -181,7 +182,7 @@ def test_two_addresses_of_one_server_are_refused(config: Any) -> None:
     run(lambda: work(lambda one, other: (one, other), 2))
     for num_first in (3, 1):  # also if the second is not needed at the start
         with invalid("rollout.urls") as found:
-            run(lambda num=num_first: work(twice, num))
+            run(partial(work, twice, num_first))
         assert "localhost" in found.value.value
         assert "127.0.0.1" in found.value.rule
 

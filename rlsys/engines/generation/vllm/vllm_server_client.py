@@ -118,7 +118,9 @@ class ServerClient:
     ) -> Any:
         """Return the parsed answer of a call that must succeed."""
         timeout_s = None if generates else CALL_TIMEOUT_S
-        status, content = await self.call(method, path, body, timeout_s=timeout_s, **query)
+        status, content = await self.call(
+            method, path, body, timeout_s=timeout_s, max_bytes=None, **query
+        )
         if status != 200:
             raise EngineError(f"{self.url}{path} answered {status}: {_excerpt(content)}")
         try:
