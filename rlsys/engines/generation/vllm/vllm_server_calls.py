@@ -17,8 +17,8 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from rlsys import __version__
 from rlsys.common.safe_json import parse_json
+from rlsys.common.version import VERSION as RLSYS_VERSION
 from rlsys.engines.generation.vllm.vllm_server_config import plain_config
 from rlsys.engines.models.expert_layout import Routing
 from rlsys.reallocation.transport.shared_memory import Bytes, SharedMemory
@@ -73,7 +73,7 @@ class ServerCalls:
         if self._process is None:
             self._process = secrets.token_hex(8)
         return {
-            "rlsys": __version__,
+            "rlsys": RLSYS_VERSION,
             "process": self._process,
             "logprobs_mode": str(worker.model_config.logprobs_mode),
             "config": config,

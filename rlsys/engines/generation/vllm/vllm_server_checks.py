@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlsys import __version__
 from rlsys.common.safe_json import parse_json
+from rlsys.common.version import VERSION as RLSYS_VERSION
 from rlsys.engines.generation.generation_protocol import EngineError
 from rlsys.engines.generation.vllm.vllm_server_client import (
     API_KEY_VARIABLE,
@@ -228,12 +228,12 @@ async def _hello(client: ServerClient) -> ServedModel:
 
 def _check_hello(url: str, hello: Mapping[str, Any]) -> None:
     """Raise InvalidValue unless the worker is of this rlsys and returns log-probabilities."""
-    found = hello.get("rlsys", "of an earlier version")
+    found = str(hello.get("rlsys", "of an earlier version"))[:40]
     require(
-        found == __version__,
+        found == RLSYS_VERSION,
         FIELD,
         url,
-        rule=f"the server's worker is from rlsys {str(found)[:40]}, and the run has {__version__}",
+        rule=f"the server's worker is from rlsys {found}, and the run has {RLSYS_VERSION}",
         fix="Install the same version of rlsys in both places, and restart the server.",
     )
     lacking = [name for name, kind in HELLO.items() if type(hello.get(name)) is not kind]
