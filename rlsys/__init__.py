@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import rlsys.common.keyboard_interrupt  # noqa: F401  (before slow imports)
+from rlsys.common.version import VERSION
 
 if TYPE_CHECKING:
     from rlsys import algorithms, rewards
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from rlsys.runs.callbacks import STOP, CheckpointRecord, EvaluationRecord, StepRecord
     from rlsys.types import Rollout
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "IS_GREEDY",

@@ -155,7 +155,7 @@ async def _dry_run(
         hub_of(config, flow),
         tempfile.TemporaryDirectory(prefix="rlsys-") as directory,
         stdout_to_stderr(),
-        progress_on_stderr("Reading model and prompts"),
+        progress_on_stderr("Reading model and prompts") as phase,
     ):
         # A run on this machine needs the model, a plan for other machines only its shape.
         unread = unread_reason(config.model.path) if isinstance(dry_run, str) else ""
@@ -168,7 +168,12 @@ async def _dry_run(
                 config, own_model, lambda own: own.build(Path(directory, "model"), seed=config.seed)
             )
             read = preflight(
-                ready, flow, held_out=held_out, warm_start=warm_start, lacking=missing_notes
+                ready,
+                flow,
+                held_out=held_out,
+                warm_start=warm_start,
+                lacking=missing_notes,
+                show=phase.beside,
             )
         warnings = [
             *configuration_warnings(ready),
@@ -336,7 +341,7 @@ def _prepare(
 
     The job is None if the run has finished already.
     """
-    with console.phase("Reading model and prompts"):
+    with console.phase("Reading model and prompts") as phase:
         stack.enter_context(hub_of(config, flow))
         check_room(Path(config.runs_dir), RECORDS_BYTES)
         ready = with_model(
@@ -349,7 +354,12 @@ def _prepare(
                 require_fit(ready, graph, shape, machines)
 
         read = preflight(
-            ready, flow, held_out=held_out, warm_start=warm_start, check_machine=check_machine
+            ready,
+            flow,
+            held_out=held_out,
+            warm_start=warm_start,
+            check_machine=check_machine,
+            show=phase.beside,
         )
     directory = stack.enter_context(
         RunDirectory.open(

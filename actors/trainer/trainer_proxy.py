@@ -194,8 +194,7 @@ class RayTrainerProxy:
             ]
         found = sent[place, base, method]
         if link is not None:
-            for rank, offer in zip(ranks, found, strict=True):
-                rank.send_weights.remote(offer, link)
+            send_offers(ranks, found, link)
         return found
 
     def send_again(self, manifest: WeightManifest) -> None:
@@ -544,6 +543,17 @@ class RayTrainerProxy:
     async def _open_snapshots(self, slots: Sequence[SnapshotSlot]) -> list[set[int]]:
         """Open the slots; return the steps of the snapshots there, by rank."""
         return await self._group.each("open_snapshots", [[slot.path, slot.name] for slot in slots])
+
+
+def send_offers(handles: Sequence[Any], offers: Sequence[Any], link: Link) -> None:
+    """Let each rank start to send its offer over a link.
+
+    The other end of the link reports failures. The errors of the calls are read too, because Ray
+    logs the error of a reference that nobody reads, with its traceback.
+    """
+    for handle, offer in zip(handles, offers, strict=True):
+        as_future(offer)
+        as_future(handle.send_weights.remote(offer, link))
 
 
 async def _retry_after_deaths(work: Callable[[], Awaitable[None]]) -> None:

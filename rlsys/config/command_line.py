@@ -52,6 +52,9 @@ MAX_WIDTH = 80  # columns of --help
 
 MAX_FILE_BYTES = 2**20  # size of a file for --config
 
+# Lists that an empty text does not leave empty, so that an unset shell variable is a mistake.
+NEVER_EMPTY = ("--rollout.urls",)
+
 # Further spellings of true and false, such as --resume yes.
 SPELLINGS = {"yes": "true", "no": "false"}
 
@@ -234,7 +237,7 @@ def _read_option(by_option: Mapping[str, Leaf], values: dict[str, Any], rest: li
             if get_origin(leaf.type) is tuple:  # several words, as in --trackers wandb mlflow
                 while rest and not rest[0].startswith("--"):
                     text += "," + rest.pop(0)
-    value = {key: _json_or_text(text)} if key else _read_text(text, leaf.type, option)
+    value = {key: _json_or_text(text, option)} if key else _read_text(text, leaf.type, option)
     if isinstance(value, dict):
         value = {**values.get(leaf.name, {}), **value}
     elif isinstance(value, tuple):
@@ -252,10 +255,22 @@ def _option_of_table(option: str, by_option: Mapping[str, Leaf]) -> tuple[Leaf |
     return None, ""
 
 
-def _json_or_text(text: str) -> Any:
+def _json_or_text(text: str, option: str) -> Any:
+    """Return the value of a table's option.
+
+    Raises:
+        InvalidValue: The text begins as a JSON object, list or string, and is not valid.
+    """
     try:
         return parse_json(text)
-    except ValueError:
+    except ValueError as error:
+        if text.lstrip().startswith(("{", "[", '"')):
+            raise InvalidValue(
+                option,
+                text,
+                rule=f"is not valid JSON ({error})",
+                fix='Give JSON such as {"name": "value"}, in single quotes of the shell.',
+            ) from None
         return text
 
 
@@ -286,7 +301,7 @@ def _read_text(text: str, annotation: Any, option: str) -> Any:
         return None
     try:
         if get_origin(inner) is tuple:
-            items = text.split(",") if text else []
+            items = text.split(",") if text or option in NEVER_EMPTY else []
             return tuple(_read_text(item, get_args(inner)[0], option) for item in items)
         if is_table(inner):
             value = parse_json(text)

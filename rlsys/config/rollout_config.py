@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rlsys.config.checks import (
@@ -15,9 +15,10 @@ from rlsys.config.checks import (
 )
 from rlsys.config.fields import Section, conform
 from rlsys.config.lora import VLLM_RANKS, Lora
-from rlsys.config.server_urls import OF_SERVERS, check_urls
+from rlsys.config.server_urls import OF_SERVERS, check_urls, normalized_urls
 from rlsys.config.speculation import Speculation
-from rlsys.config.vllm_arguments import check_vllm_arguments
+from rlsys.config.vllm_argument_types import check_types
+from rlsys.config.vllm_arguments import check_scheduling, check_vllm_arguments
 from rlsys.errors import InvalidValue, require
 
 WeightTransport = Literal["auto", "objects", "gloo", "nccl", "cuda_ipc"]
@@ -75,6 +76,7 @@ class RolloutConfig(Section):
 
     def __post_init__(self) -> None:
         conform(self, "rollout")
+        object.__setattr__(self, "urls", normalized_urls(self.urls))
         self._check_vllm()
         require(
             not (self.replay_routing and self.speculation and self.engine == "vllm"),
@@ -86,11 +88,13 @@ class RolloutConfig(Section):
         )
         self._check_quantization()
         require(
-            self.weight_transport != "nccl" or self.num_gpus > 0,
+            self.weight_transport != "nccl" or (self.num_gpus > 0 and not self.urls),
             "rollout.weight_transport",
             self.weight_transport,
-            rule="NCCL connects GPUs, and rollout.num_gpus=0",
-            fix='Use "gloo", or a GPU.',
+            rule="the servers of rollout.urls read host memory"
+            if self.urls
+            else "NCCL connects GPUs, and rollout.num_gpus=0",
+            fix='Use "auto".' if self.urls else 'Use "gloo", or a GPU.',
         )
         if self.weight_transport == "cuda_ipc":
             self._check_cuda_ipc()
@@ -162,6 +166,8 @@ class RolloutConfig(Section):
             fix='Use rollout.engine="vllm", or leave it out.',
         )
         check_vllm_arguments(self.vllm, num_gpus=self.num_gpus)
+        check_types(self.vllm)
+        check_scheduling(self.vllm, max_running=self.max_running)
         _ = self.draft
         stages = self.pipeline_parallel
         require(
@@ -249,6 +255,16 @@ class RolloutConfig(Section):
     def sends_adapters(self) -> bool:
         """Return whether vLLM gets the adapters of model.lora instead of merged weights."""
         return self.vllm.get("enable_lora") is True
+
+    def serving(self, lora: Lora | None) -> RolloutConfig:
+        """Return the settings of engines for a policy with these adapters.
+
+        A policy without adapters gets whole weights.
+        """
+        if lora is not None or not self.sends_adapters:
+            return self
+        vllm = {name: value for name, value in self.vllm.items() if name != "enable_lora"}
+        return replace(self, vllm=vllm)
 
     @property
     def num_first(self) -> int:

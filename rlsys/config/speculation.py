@@ -158,7 +158,7 @@ class Speculation:
             isinstance(self.model, str) and (bool(self.model) == needs_model or self.trained_along),
             f"{FIELD}.model",
             self.model,
-            rule=f"{self.method} {'needs' if needs_model else 'has no'} model of its own",
+            rule=f"{self.method} {'needs a' if needs_model else 'has no'} model of its own",
             fix="Give a Hugging Face name or directory." if needs_model else "Leave it out.",
         )
 

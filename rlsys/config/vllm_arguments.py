@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlsys.errors import ErrorCollector, InvalidValue
+from rlsys.errors import ErrorCollector, InvalidValue, require
 
 FIELD = "rollout.vllm"
 
@@ -126,7 +126,7 @@ _OWNED = {
     """,
     "the variable HF_TOKEN": "hf_token",
     "model.dtype": "dtype",
-    "model.lora (an engine has one adapter for each policy)": """
+    "model.lora": """
         max_loras max_lora_rank default_mm_loras fully_sharded_loras max_cpu_loras
         lora_dtype lora_target_modules enable_tower_connector_lora specialize_active_lora
         enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels
@@ -241,11 +241,40 @@ def _table() -> dict[str, Argument]:
 VLLM_ARGUMENTS = _table()
 
 
+def whole_number(values: Mapping[str, Any], name: str) -> int | None:
+    """Return an argument that is a whole number; None if it is absent or has another type."""
+    value = values.get(name)
+    return value if type(value) is int else None
+
+
+def check_scheduling(values: Mapping[str, Any], *, max_running: int) -> None:
+    """Raise InvalidValue for limits of vLLM's scheduler that contradict rollout.max_running.
+
+    Values of other types are ignored.
+    """
+    batched = whole_number(values, "max_num_batched_tokens")
+    require(
+        batched is None or batched >= max_running,
+        f"{FIELD}.max_num_batched_tokens",
+        batched,
+        rule=f"a pass has a token of each running request, and rollout.max_running={max_running}",
+        fix=f"Use at least {max_running}, or lower rollout.max_running.",
+    )
+    active = whole_number(values, "max_num_active_seqs")
+    require(
+        active is None or active <= max_running,
+        f"{FIELD}.max_num_active_seqs",
+        active,
+        rule=f"must be at most rollout.max_running={max_running}",
+        fix="Lower it, or leave it out.",
+    )
+
+
 def check_vllm_arguments(values: Mapping[str, Any], *, num_gpus: float) -> None:
     """Raise the mistakes in rollout.vllm that names and devices show.
 
     Types are checked against the installed vLLM before the run; see
-    rlsys.engines.generation.vllm.vllm_argument_types.
+    rlsys.config.vllm_argument_types.
 
     Raises:
         InvalidValue: One or more arguments are unknown, owned or refused, need a GPU, or are
@@ -268,9 +297,8 @@ def _check(name: str, value: Any, num_gpus: float) -> None:
             fix=f"Did you mean {FIELD}.{near[0]}?" if near else "docs/rollouts.md has the list.",
         )
     if argument.kind == "owned":
-        raise InvalidValue(
-            field, value, rule=f"is set by {argument.note}", fix=f"Use {argument.note}."
-        )
+        rule, fix = _owned(argument.note)
+        raise InvalidValue(field, value, rule=rule, fix=fix)
     if argument.kind == "refused":
         raise InvalidValue(field, value, rule=argument.note, fix="Leave it out.")
     if argument.needs_gpu and not num_gpus:
@@ -285,6 +313,16 @@ def _check(name: str, value: Any, num_gpus: float) -> None:
         raise InvalidValue(
             field, value, rule=f"must be at least {least}", fix="Leave it out, or raise it."
         )
+
+
+def _owned(owner: str) -> tuple[str, str]:
+    """Return rule and fix for an argument that `owner` sets: options, or a variable."""
+    if owner.startswith("the variable "):
+        return f"rlsys sets it from {owner}", f"Set {owner.removeprefix('the ')} instead."
+    if " " in owner:
+        return f"rlsys sets it from the options {owner}", "Set these options instead."
+    option = owner.replace("_", "-")
+    return f"rlsys sets it from the option {owner}", f"Give --{option} instead."
 
 
 def marked_arguments(values: Mapping[str, Any]) -> dict[str, str]:

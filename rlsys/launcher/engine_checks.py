@@ -17,7 +17,7 @@ from rlsys.config.speculation import FIELD as SPECULATION
 from rlsys.config.vllm_arguments import marked_arguments
 from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.dataflow.graph.stages import TrainStage
-from rlsys.engines.generation.vllm.vllm_argument_types import check_types
+from rlsys.engines.generation.vllm.vllm_model_options import check_model_options
 from rlsys.engines.models.eagle_head import read_sizes
 from rlsys.engines.models.model_shape import ModelShape, model_shape
 from rlsys.errors import NOT_GIVEN, ErrorCollector, require
@@ -26,13 +26,25 @@ from rlsys.errors import NOT_GIVEN, ErrorCollector, require
 def check_engine(config: RunConfig, shape: ModelShape, mistakes: ErrorCollector) -> None:
     """Check the engine's options; `shape` is the policy's."""
     with mistakes.collect():
-        check_types(config.rollout.vllm)
+        _check_model_options(config, shape)
     with mistakes.collect():
         _check_draft(config.rollout, shape)
     with mistakes.collect():
         _check_trained_head(config, shape)
     with mistakes.collect():
         _check_experts(config.rollout, shape)
+
+
+def _check_model_options(config: RunConfig, shape: ModelShape) -> None:
+    """Check rollout.vllm and the method of speculation against the model and the longest sequence.
+
+    Raises:
+        InvalidValue: They do not fit.
+    """
+    if config.rollout.vllm or config.rollout.speculation:
+        num_tokens = config.data.max_prompt_tokens + config.sampling.max_tokens
+        longest = min(num_tokens, shape.max_context)
+        check_model_options(config.rollout, shape.config, max_context=longest)
 
 
 def _check_draft(rollout: RolloutConfig, shape: ModelShape) -> None:

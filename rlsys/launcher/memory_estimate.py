@@ -311,7 +311,12 @@ def _policy_memory(config: RunConfig, model: Model) -> MemoryEstimate:
     """Return the memory of another trained model as if it were the main one."""
     role = model.config
     assert isinstance(role, TrainedRoleConfig)
-    own = replace(config, model=role.model, trainer=role.trainer)
+    own = replace(
+        config,
+        model=role.model,
+        trainer=role.trainer,
+        rollout=config.rollout.serving(role.model.adapters),
+    )
     return estimate_memory(own, role_shape(config, model))
 
 

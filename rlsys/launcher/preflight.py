@@ -26,7 +26,8 @@ from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.run_graph import RunGraph, complete_graph
 from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.dataflow.graph.stages import PREFERENCE, DatasetStage, PlayStage, ScoreStage
-from rlsys.engines.generation.vllm.vllm_server_client import check_server
+from rlsys.engines.generation.vllm.vllm_server_checks import CHECK_TIMEOUT_S, check_servers
+from rlsys.engines.generation.vllm.vllm_server_config import plain_config
 from rlsys.engines.models.export_settings import check_exportable
 from rlsys.engines.models.model_shape import ModelShape, model_shape
 from rlsys.engines.models.routing import replayable_routing
@@ -67,6 +68,7 @@ def preflight(
     warm_start: WarmStart | None,
     check_machine: CheckMachine | None = None,
     lacking: list[str] | None = None,
+    show: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> Inputs:
     """Complete the graph, read the data, check all of the run, and try its rewards.
 
@@ -78,6 +80,7 @@ def preflight(
         check_machine: Compares the demands of the run with the machine.
         lacking: For dry runs: collects warnings about reward models without weights, which a recipe
             may train before its run. Without the list they are mistakes.
+        show: Returns a context in which an activity of this name is shown to the user.
 
     Raises:
         ValueError: One or more checks failed. The error has all mistakes.
@@ -91,10 +94,9 @@ def preflight(
         graph = graph_of_run(config, flow, shape, warm_starts=warm_start is not None)
         check_store(config, graph)
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
-    for url in config.rollout.urls[: config.rollout.num_first]:
+    if config.rollout.urls:
         with mistakes.collect():
-            check = partial(check_server, url, shape.config, min(longest, shape.max_context))
-            run_to_end(check)
+            _check_servers(config, shape, min(longest, shape.max_context), show)
     if config.push_to:
         with mistakes.collect():
             check_target(config.push_to)
@@ -120,6 +122,30 @@ def preflight(
     return Inputs(
         graph=graph, shape=shape, tokenizer=tokenizer, prompts=prompts, warnings=tuple(warnings)
     )
+
+
+def _check_servers(
+    config: RunConfig,
+    shape: ModelShape,
+    max_context: int,
+    show: Callable[[str], contextlib.AbstractContextManager[object]],
+) -> None:
+    """Check the servers of rollout.urls, all at a time.
+
+    Raises:
+        InvalidValue: A server does not answer or does not fit the run.
+    """
+    urls = config.rollout.urls
+    with show(f"Checking {', '.join(urls)} (at most {CHECK_TIMEOUT_S:g} s for an answer)"):
+        run_to_end(
+            partial(
+                check_servers,
+                urls,
+                plain_config(shape.config),
+                max_context,
+                num_first=config.rollout.num_first,
+            )
+        )
 
 
 def graph_of_run(

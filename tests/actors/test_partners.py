@@ -34,7 +34,7 @@ from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.run_graph import complete_graph
 from rlsys.dataflow.graph.stages import Model, Prompts
 from rlsys.engines.models.model_shape import model_shape
-from rlsys.launcher.memory_estimate import partner_bytes
+from rlsys.launcher.memory_estimate import partner_bytes, partner_published_bytes
 from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.types import WeightManifest
 
@@ -116,6 +116,22 @@ def test_a_policy_that_the_replicas_serve_reserves_nothing() -> None:
         ["frozen-rollout-0"],
         ["frozen-rollout-1"],
     ]
+
+
+def test_a_policy_without_adapters_has_an_engine_with_whole_weights(tmp_path: Path) -> None:
+    """It plays against one whose adapters vLLM gets unmerged."""
+    path = str(build_tiny_model(tmp_path / "m", seed=0))
+    adapted = ModelConfig(path=path, lora="r8")
+    config = RunConfig(model=adapted, rollout=ADAPTED, group_size=2)
+    rivals = (ModelConfig(path=path), ModelConfig(path=path, lora="r8", dtype="bfloat16"))
+    published, engines = [], []
+    for model in rivals:
+        flow = graph(config, RoleConfig(), TrainedRoleConfig(model=model))
+        (rival,) = (one for one in flow.partners if one.name == "rival")
+        published.append(partner_published_bytes(config, rival))
+        engines.append(partner_bytes(config, rival))
+    assert published[0] > 5 * published[1] > 0  # whole weights, and adapters
+    assert min(engines) > 0
 
 
 class Sampling:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from actors.cluster.calls import InputLost, Worker, WorkerDied
+from actors.trainer.trainer_proxy import send_offers
 from actors.trainer.weight_imports import OTHER_NODE, WeightImports
 from rlsys.config.rollout_config import WeightTransport
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.reallocation.transport.link_epochs import MAX_FAILURES, RETRY_AFTER_S, Link
+from rlsys.reallocation.transport.shared_memory import MemoryGone
 from rlsys.reallocation.transport.wires import LinkError
 from rlsys.types import DeviceHandle, WeightManifest, WeightShare
 
@@ -323,3 +326,37 @@ def test_memory_of_gpus_is_imported_by_other_nodes() -> None:
     kinds = [None if one.link is None else one.link.kind for one in world.calls]
     assert kinds == ["gloo", "gloo", None]
     assert world.imports.reads_devices
+
+
+class GoneRank:
+    """A rank whose calls fail, because it has died."""
+
+    class send_weights:
+        @staticmethod
+        def remote(offer: Any, link: Link) -> asyncio.Future[None]:
+            return failed()
+
+
+def failed() -> asyncio.Future[None]:
+    future = asyncio.get_running_loop().create_future()
+    future.set_exception(MemoryGone("version 1 of the weights is gone"))
+    return future
+
+
+def test_errors_of_ranks_that_send_are_read() -> None:
+    """An error that nobody reads is logged with its traceback."""
+
+    async def run(reads: bool) -> int:
+        unread: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unread.append(context))
+        link = Link(kind="gloo", node="b", importer="here", trainer=0, number=1)
+        if reads:
+            send_offers([GoneRank(), GoneRank()], [failed(), failed()], link)
+        else:
+            failed()
+        await asyncio.sleep(0)
+        gc.collect()
+        return len(unread)
+
+    assert asyncio.run(run(reads=True)) == 0
+    assert asyncio.run(run(reads=False)) == 1

@@ -12,7 +12,9 @@ import pytest
 from rlsys.config import RolloutConfig, RunConfig
 from rlsys.config.command_line import parse
 from rlsys.config.fields import build, from_dict, to_dict, to_toml
+from rlsys.config.lora import Lora
 from rlsys.config.speculation import PASSED, RENAMED, Speculation, check_untrained, untrained
+from rlsys.config.vllm_argument_types import check_types, installed_arguments
 from rlsys.config.vllm_arguments import (
     LEAST,
     VLLM_ARGUMENTS,
@@ -20,7 +22,6 @@ from rlsys.config.vllm_arguments import (
     marked_arguments,
     table_lines,
 )
-from rlsys.engines.generation.vllm.vllm_argument_types import check_types, installed_arguments
 from rlsys.errors import InvalidValues
 from tests.errors import invalid
 
@@ -89,10 +90,51 @@ def test_unknown_owned_and_refused_arguments(values: dict[str, Any], field: str)
         build(RunConfig, {"rollout.engine": "vllm", "rollout.vllm": values})
 
 
-def test_an_owned_argument_names_the_option_that_sets_it() -> None:
-    with invalid("rollout.vllm.max_num_seqs", 4) as found:
-        check_vllm_arguments({"max_num_seqs": 4}, num_gpus=0)
-    assert "rollout.max_running" in found.value.fix
+@pytest.mark.parametrize(
+    ("name", "rule", "fix"),
+    [
+        ("max_num_seqs", "the option rollout.max_running", "--rollout.max-running"),
+        ("seed", "the option seed", "--seed"),
+        ("hf_token", "the variable HF_TOKEN", "variable HF_TOKEN"),
+        ("max_model_len", "data.max_prompt_tokens and sampling.max_tokens", "options"),
+    ],
+)
+def test_an_owned_argument_names_the_option_that_sets_it(name: str, rule: str, fix: str) -> None:
+    with invalid(f"rollout.vllm.{name}", 4) as found:
+        check_vllm_arguments({name: 4}, num_gpus=0)
+    assert rule in found.value.rule
+    assert fix in found.value.fix
+
+
+@pytest.mark.parametrize("text", ['{"moe_backend": "triton"', "[1,", '"open'])
+def test_broken_json_is_not_text(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(RunConfig, ["--rollout.engine", "vllm", "--rollout.vllm.kernel-config", text])
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--rollout.vllm.kernel-config" in line
+
+
+@needs_vllm
+def test_a_mistake_of_a_type_has_the_exit_code_of_all_mistakes_of_options() -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(RunConfig, ["--rollout.engine", "vllm", "--rollout.vllm.block-size", "many"])
+    assert end.value.code == 2
+
+
+def test_an_empty_address_is_not_a_local_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    """A shell variable that is not set must not start an engine on this machine."""
+    for text in ("", "http://a,", " "):
+        with pytest.raises(SystemExit) as end:
+            parse(RunConfig, ["--rollout.engine", "vllm", "--rollout.urls", text])
+        assert end.value.code == 2
+        assert "rollout.urls" in capsys.readouterr().err
+
+
+def test_a_policy_without_adapters_gets_whole_weights() -> None:
+    adapted = RolloutConfig(engine="vllm", vllm={"enable_lora": True, "watermark": 0.1})
+    assert adapted.serving(Lora.parse("r8")) is adapted
+    assert adapted.serving(None).vllm == {"watermark": 0.1}
 
 
 def test_all_mistakes_are_raised_at_once() -> None:
@@ -107,6 +149,11 @@ def test_all_mistakes_are_raised_at_once() -> None:
         ({"vllm": {"max_num_batched_tokens": 64}}, "rollout.vllm"),  # of the torch engine
         ({"engine": "vllm", "num_gpus": 1, "vllm": {"pipeline_parallel_size": 2}}, "num_gpus"),
         ({"engine": "vllm", "vllm": {"enable_expert_parallel": True}}, "enable_expert_parallel"),
+        ({"engine": "vllm", "vllm": {"max_num_batched_tokens": 255}}, "max_num_batched_tokens"),
+        (
+            {"engine": "vllm", "max_running": 4, "vllm": {"max_num_active_seqs": 5}},
+            "max_num_active_seqs",
+        ),
     ],
 )
 def test_arguments_that_contradict_other_options(options: dict[str, Any], field: str) -> None:
@@ -125,6 +172,8 @@ def test_arguments_that_contradict_other_options(options: dict[str, Any], field:
         {"kv_cache_dtype": "fp9"},
         {"enable_chunked_prefill": 3},
         {"performance_mode": "fast"},
+        {"kernel_config": "triton"},  # a nested configuration is a table
+        {"kernel_config": {"moe_backends": "triton"}},
     ],
 )
 def test_a_value_of_another_type(values: dict[str, Any]) -> None:
@@ -143,6 +192,7 @@ def test_values_of_the_right_types() -> None:
             "enable_chunked_prefill": True,
             "limit_mm_per_prompt": {"image": 2},
             "attention_backend": "FLASH_ATTN",  # only vLLM knows these
+            "kernel_config": {"moe_backend": "triton"},
         }
     )
 
@@ -157,14 +207,15 @@ def test_only_arguments_that_round_are_marked() -> None:
 def test_the_command_line_adds_to_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
-        '[rollout]\nengine = "vllm"\n[rollout.vllm]\nmax-num-batched-tokens = 64\nwatermark = 0.1\n'
+        '[rollout]\nengine = "vllm"\n[rollout.vllm]\nmax-num-batched-tokens = 512\n'
+        "watermark = 0.1\n"
         "limit_mm_per_prompt = {my-kind = 1}\n"
     )
     options = "--rollout.vllm.watermark 0.2 --rollout.vllm.kv_cache_dtype fp8"
     more = "--rollout.vllm.enable-chunked-prefill"
     found = parse(RunConfig, ["--config", str(file), *options.split(), more]).config.rollout.vllm
     assert found == {
-        "max_num_batched_tokens": 64,
+        "max_num_batched_tokens": 512,
         "watermark": 0.2,
         "limit_mm_per_prompt": {"my-kind": 1},
         "kv_cache_dtype": "fp8",
@@ -173,7 +224,7 @@ def test_the_command_line_adds_to_the_file(tmp_path: Path) -> None:
 
 
 def test_tables_survive_toml_and_json(tmp_path: Path) -> None:
-    values = {"kernel_config": {"a b": [1, {"c": "ü\n"}]}, "watermark": 0.5}
+    values = {"additional_config": {"a b": [1, {"c": "ü\n"}]}, "watermark": 0.5}
     config = build(RunConfig, {"rollout.engine": "vllm", "rollout.vllm": values})
     assert from_dict(RunConfig, to_dict(config)) == config
     file = tmp_path / "run.toml"
@@ -188,10 +239,10 @@ def test_a_table_holds_plain_values(value: object) -> None:
 
 
 def test_a_table_is_copied() -> None:
-    given = {"max_num_batched_tokens": 64}
+    given = {"max_num_batched_tokens": 512}
     config = RolloutConfig(engine="vllm", vllm=given)
     given["max_num_batched_tokens"] = 1
-    assert config.vllm == {"max_num_batched_tokens": 64}
+    assert config.vllm == {"max_num_batched_tokens": 512}
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ class ServedModel:
         self.worker = FakeWorker(config, max_context=max_context, is_remote=is_remote)
         self.version = "unknown"
         self.reported_version = "0.32.0"
+        self.answers: dict[str, Any] = {}  # by path or method of the worker, instead of the real
         self.has_dev_mode = self.has_worker = self.takes_token_ids = True
         self.key = ""
         self.max_tokens_at_once = 1 << 30  # a request stops there until `go_on` or an abort
@@ -112,6 +113,7 @@ class ServedModel:
                 web.post("/abort_requests", self._abort),
                 web.post("/update_weight_version", self._update_version),
                 web.post("/inference/v1/generate", self._generate),
+                web.post("/inference/v1/abort_requests", self._abort_tokens),
             ]
         )
         return app
@@ -123,6 +125,8 @@ class ServedModel:
             return web.Response(status=401)
         if request.path == "/collective_rpc" and not self.has_dev_mode:
             return web.Response(status=404)
+        if request.path in self.answers:
+            return answer_of(self.answers[request.path])
         answer: web.StreamResponse = await handler(request)
         return answer
 
@@ -152,6 +156,8 @@ class ServedModel:
         if not self.has_worker:
             return web.Response(status=500)
         self.num_received += body["method"] == "rlsys_server_receive"
+        if body["method"] in self.answers:
+            return answer_of(self.answers[body["method"]])
         result = getattr(self.worker, body["method"])(*body["args"])
         return web.json_response({"results": [result]}, dumps=dump_json)
 
@@ -177,11 +183,12 @@ class ServedModel:
         self.version = (await request.json())["new_version"]
         return web.json_response({})
 
+    async def _abort_tokens(self, request: web.Request) -> web.Response:
+        assert await request.json() == {"request_ids": []}  # a check changes nothing
+        return web.Response(status=200 if self.takes_token_ids else 404)
+
     async def _generate(self, request: web.Request) -> web.Response:
-        if not self.takes_token_ids:
-            return web.Response(status=403)
-        if not (body := await request.json()):
-            return web.Response(status=400)
+        body = await request.json()
         self.bodies.append(body)
         self.arrived.notify()
         params, num_prompt = body["sampling_params"], len(body["token_ids"])
@@ -206,6 +213,15 @@ class ServedModel:
             "finish_reason": reason,
         }
         return web.json_response({"choices": [choice]})
+
+
+def answer_of(answer: Any) -> web.Response:
+    """Return an answer: a status, text, or a value as JSON."""
+    if isinstance(answer, int):
+        return web.Response(status=answer, text="no")
+    if isinstance(answer, str):
+        return web.Response(text=answer)
+    return web.json_response(answer, dumps=dump_json)
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Servers of rollout.urls: what is refused, and the engine over HTTP with the real worker calls."""
+"""The engine of a server of rollout.urls, over HTTP with the real worker calls."""
 
 from __future__ import annotations
 
@@ -11,18 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.config import RolloutConfig, RunConfig
+from rlsys.config import RolloutConfig
 from rlsys.engines.generation.generation_protocol import EngineError
 from rlsys.engines.generation.sampling import stream_key
 from rlsys.engines.generation.vllm import vllm_server_engine
-from rlsys.engines.generation.vllm.vllm_server_client import (
-    API_KEY_VARIABLE,
-    ServerClient,
-    check_server,
-    model_sizes,
-    parse_metrics,
-    until_healthy,
-)
+from rlsys.engines.generation.vllm.vllm_server_client import parse_metrics
 from rlsys.engines.generation.vllm.vllm_server_engine import ServerEngine, served_generation
 from rlsys.engines.models.causal_lm import load_causal_lm
 from rlsys.engines.models.model_tensors import model_tensors
@@ -30,7 +23,7 @@ from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.reallocation.transport.weight_views import stage_whole
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 from scripts.bench.layouts import build_model
-from tests.engines.served_model import KEY, ServedModel, serving
+from tests.engines.served_model import ServedModel, serving
 from tests.errors import error_about, invalid
 
 LIMIT_S = 120.0
@@ -65,107 +58,6 @@ def request(name: str, prompt: list[int], **sampling: Any) -> GenerationRequest:
     return GenerationRequest(
         request_id=name, prompt_token_ids=prompt, sampling=SamplingParams(**sampling), seed=3
     )
-
-
-def checked(config: Any, **changes: Any) -> None:
-    """Check a server with some attributes changed."""
-
-    async def check() -> None:
-        served = ServedModel(config, max_context=changes.pop("max_context", 512))
-        for name, value in changes.items():
-            setattr(served, name, value)
-        async with serving(served) as url:
-            await check_server(url, config, 64)
-
-    run(check)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"reported_version": ""},
-        {"reported_version": "0.31.2"},
-        {"has_dev_mode": False},
-        {"has_worker": False},
-        {"takes_token_ids": False},
-        {"key": KEY},
-        {"max_context": 63},
-    ],
-)
-def test_servers_that_do_not_fit_are_refused(config: Any, changes: dict[str, Any]) -> None:
-    checked(config)
-    with invalid("rollout.urls"):
-        checked(config, **changes)
-
-
-def test_the_key_is_that_of_the_environment(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(API_KEY_VARIABLE, KEY)
-    checked(config, key=KEY)
-
-
-def test_a_server_of_another_model_or_of_other_log_probabilities_is_refused(config: Any) -> None:
-    async def check(served: ServedModel) -> None:
-        async with serving(served) as url:
-            await check_server(url, config, 64)
-
-    async def other_vocabulary() -> None:
-        served = ServedModel(config)
-        sizes = model_sizes(config)
-        other = type(config)(**(sizes | {"vocab_size": sizes["vocab_size"] + 8}))
-        served.worker.model_config.hf_config = other
-        await check(served)
-
-    async def raw_logprobs() -> None:
-        served = ServedModel(config)
-        served.worker.model_config.logprobs_mode = "raw_logprobs"
-        await check(served)
-
-    for work in (other_vocabulary, raw_logprobs):
-        with invalid("rollout.urls"):
-            run(work)
-
-
-def test_an_address_without_a_server_is_refused_and_waited_for(config: Any) -> None:
-    async def nobody() -> str:
-        async with serving(ServedModel(config)) as url:
-            assert await ServerClient(url).is_healthy()
-        return url
-
-    url = run(nobody)
-    with invalid("rollout.urls", url):
-        run(lambda: check_server(url, config, 64))
-
-    async def wait() -> None:
-        async with asyncio.timeout(0.5):
-            await until_healthy([url])(0)
-
-    with pytest.raises(TimeoutError):
-        run(wait)
-
-
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"engine": "torch"}, "rollout.engine"),
-        ({"urls": ("ftp://host",)}, "rollout.urls"),
-        ({"urls": ("host:8000",)}, "rollout.urls"),
-        ({"urls": ("http://host:port",)}, "rollout.urls"),
-        ({"urls": ("http://a", "http://a/")}, "rollout.urls"),
-        ({"num_replicas": 3}, "rollout.num_replicas"),
-        ({"num_gpus": 1}, "rollout.num_gpus"),
-        ({"quantization": "fp8_per_channel"}, "rollout.quantization"),
-    ],
-)
-def test_options_that_contradict_urls_are_refused(options: dict[str, Any], field: str) -> None:
-    own: dict[str, Any] = {"engine": "vllm", "urls": ("http://a:1", "https://b")}
-    assert RolloutConfig(**own).num_replicas == 2
-    with invalid(field):
-        RolloutConfig(**(own | options))
-
-
-def test_servers_keep_their_devices() -> None:
-    with invalid("placement", "colocated"):
-        RunConfig(rollout=RolloutConfig(engine="vllm", urls=("http://a",)), placement="colocated")
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
@@ -344,11 +236,43 @@ def test_a_clamped_log_probability_is_not_finite() -> None:
         "weight_versions": [{"version": "2", "start": 0, "end": 2}],
         "finish_reason": "stop",
     }
-    found = served_generation("a", choice).until_failure()
+    found = served_generation("a", [choice]).until_failure()
     assert (found.finish_reason, found.token_ids.tolist()) == (FinishReason.FAILED, [4])
-    choice["weight_versions"] = None
-    with error_about(EngineError, "a"):
-        served_generation("a", choice)
+    wrong: list[Any] = [[], None, "text", [1], [{}], [choice | {"weight_versions": None}]]
+    for choices in (*wrong, [choice | {"logprobs": 3}], [choice | {"token_ids": ["x", "y"]}]):
+        with error_about(EngineError, "a"):
+            served_generation("a", choices)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("/weight_info", {}),
+        ("/weight_info", "<html>"),
+        ("/pause", 500),
+        ("rlsys_server_start", {"results": ["yes"]}),
+        ("rlsys_server_prepare", {"results": [{}]}),
+        ("rlsys_server_is_prepared", {"results": [{"is_prepared": "no"}]}),
+        ("rlsys_load", {"results": None}),
+        ("/inference/v1/generate", {"choices": []}),
+        ("/inference/v1/generate", [1]),
+    ],
+)
+def test_an_answer_of_another_shape_is_an_error_of_the_engine(
+    path: Path, config: Any, name: str, answer: Any
+) -> None:
+    async def start() -> None:
+        served = ServedModel(config)
+        served.answers[name] = answer
+        async with serving(served) as url:
+            engine = make_engine(path, url)
+            try:
+                with pytest.raises(EngineError):
+                    await engine.start()
+            finally:
+                await engine.close()
+
+    run(start)
 
 
 def test_metrics_are_summed_over_labels() -> None:

@@ -10,11 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma3TextConfig, Qwen3Config
 
 from recipes.ppo import PPOConfig, ppo
 from rlsys.algorithms import clipped_surrogate, corrected, reinforce, tis, with_kl
-from rlsys.config import ModelConfig, RolloutConfig, RunConfig, TrainerConfig
+from rlsys.config import (
+    DataConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainerConfig,
+)
 from rlsys.config.speculation import FIELD
+from rlsys.engines.generation.vllm.vllm_model_options import check_model_options
 from rlsys.engines.models.eagle_head import HeadWeights
 from rlsys.engines.models.model_shape import model_shape
 from rlsys.errors import ErrorCollector
@@ -76,7 +85,7 @@ def test_a_loss_without_a_denominator_asks_for_a_correction() -> None:
 
 
 def test_an_engine_that_does_not_round_needs_none() -> None:
-    passed = {"max_num_batched_tokens": 64, "kv_cache_dtype": "auto"}
+    passed = {"max_num_batched_tokens": 512, "kv_cache_dtype": "auto"}
     assert warnings(RolloutConfig(), PROXIMAL) == []
     assert warnings(RolloutConfig(engine="vllm", vllm=passed), PROXIMAL) == []
 
@@ -154,18 +163,60 @@ def test_adapters_of_a_mixture_of_experts_need_a_gpu() -> None:
 def check_sizes(rollout: RolloutConfig, **sizes: int) -> None:
     """Check the options for a model of these sizes."""
     text = SimpleNamespace(**sizes)
-    config: Any = SimpleNamespace(rollout=rollout)
-    shape: Any = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
+    config: Any = SimpleNamespace(rollout=rollout, data=DataConfig(), sampling=SamplingConfig())
+    own = SimpleNamespace(get_text_config=lambda: text)
+    shape: Any = SimpleNamespace(config=own, max_context=512)
     mistakes = ErrorCollector()
     check_engine(config, shape, mistakes)
     mistakes.raise_found()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
-def test_types_of_arguments_are_checked_before_the_run() -> None:
-    rollout = RolloutConfig(engine="vllm", vllm={"max_num_batched_tokens": "many"})
-    mistakes = ErrorCollector()
-    shape: Any = SimpleNamespace(config=None)
-    check_engine(RunConfig(rollout=rollout), shape, mistakes)
+def test_types_of_arguments_are_mistakes_of_the_configuration() -> None:
     with invalid("rollout.vllm.max_num_batched_tokens", "many"):
-        mistakes.raise_found()
+        RolloutConfig(engine="vllm", vllm={"max_num_batched_tokens": "many"})
+
+
+@pytest.mark.parametrize(
+    ("options", "enough", "too_little", "field"),
+    [
+        ({}, 17, 16, "num_gpu_blocks_override"),  # 16 blocks of 32 tokens and the empty one
+        ({"block_size": 64}, 9, 8, "num_gpu_blocks_override"),
+        ({"enable_chunked_prefill": False}, 512, 511, "max_num_batched_tokens"),
+        ({"enable_chunked_prefill": True}, 256, None, "max_num_batched_tokens"),
+        ({}, 512, None, "long_prefill_token_threshold"),
+    ],
+)
+def test_limits_that_no_sequence_fits_are_refused(
+    options: dict[str, Any], enough: int, too_little: int | None, field: str
+) -> None:
+    """Prompt and completion have at most 512 tokens."""
+
+    def check(number: int) -> None:
+        rollout = RolloutConfig(engine="vllm", vllm={**options, field: number})
+        check_model_options(rollout, Qwen3Config(num_hidden_layers=2), max_context=512)
+
+    check(enough)
+    if too_little is not None:
+        with invalid(f"rollout.vllm.{field}", too_little):
+            check(too_little)
+
+
+def test_blocks_of_other_layers_are_left_to_the_engine() -> None:
+    """Layers with a window need fewer blocks, and linear layers have larger ones."""
+    rollout = RolloutConfig(engine="vllm", vllm={"num_gpu_blocks_override": 2})
+    check_model_options(rollout, Gemma3TextConfig(), max_context=512)
+    with invalid("rollout.vllm.num_gpu_blocks_override", 1):
+        check_model_options(
+            replace(rollout, vllm={"num_gpu_blocks_override": 1}),
+            Gemma3TextConfig(),
+            max_context=512,
+        )
+
+
+def test_drafts_of_the_models_own_layers_need_such_layers() -> None:
+    rollout = RolloutConfig(engine="vllm", speculation={"method": "mtp"})
+    check_model_options(rollout, Qwen3Config(num_nextn_predict_layers=1), max_context=512)
+    for config in (Qwen3Config(), Qwen3Config(num_nextn_predict_layers=0)):
+        with invalid("rollout.speculation.method", "mtp"):
+            check_model_options(rollout, config, max_context=512)

@@ -210,6 +210,22 @@ def test_two_equal_workers_are_no_stragglers() -> None:
     assert diagnose(run(6, 1), settings=AdvisedSettings()) == []  # it waits, too: no bottleneck
 
 
+def test_a_standby_worker_waits_for_nobody() -> None:
+    """An environment has a worker that plays and an idle one, which replaces it if it dies."""
+
+    def run(work: dict[str, float]) -> list[Line]:
+        actors = {f"time/work_s/environment-0.{name}": value for name, value in work.items()}
+        waits = {name.replace("work", "wait"): 10 - value for name, value in actors.items()}
+        return [{"step": i, **actors, **waits} for i in range(2, 7)]
+
+    settings = AdvisedSettings()
+    assert diagnose(run({"0": 9.9, "1": 0.0}), settings=settings) == []
+    assert diagnose(run({"0": 9.9, "1": 9.0, "2": 0.0}), settings=settings) == []
+    assert [one.kind for one in diagnose(run({"0": 9.9, "1": 1, "2": 0}), settings=settings)] == [
+        "straggler"
+    ]
+
+
 def test_every_kind_is_titled_explained_and_documented() -> None:
     source = Path(diagnosis.__file__).read_text()
     page = (ROOT / "docs" / "report.md").read_text()

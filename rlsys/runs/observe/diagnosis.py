@@ -431,7 +431,8 @@ def _straggler(lines: Lines, settings: AdvisedSettings) -> Iterator[Finding]:
     complete = 'asynchrony.order="complete" with asynchrony.over_issue '
     if settings.order == "complete":
         complete = "A larger asynchrony.over_issue "
-    for kind, shares in sorted(_work_fracs(lines).items()):
+    for kind, found in sorted(_work_fracs(lines).items()):
+        shares = {actor: share for actor, share in found.items() if share > 0}  # no standby workers
         if len(shares) < 2:
             continue
         slowest = max(shares, key=lambda actor: shares[actor])

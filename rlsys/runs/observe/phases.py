@@ -188,6 +188,10 @@ class Phase:
         self.start_s, self.next_sign_s = self._phases.clock(), FIRST_SIGN_S
         self._phases.updated(self)
 
+    def beside(self, name: str) -> Phase:
+        """Return a context that is shown in addition while it runs."""
+        return self._phases.phase(name, keep=False)
+
     def end(self) -> None:
         """End the phase before the block ends, without a line."""
         self._phases.ended(self, None)

@@ -176,12 +176,12 @@ class Recorder:
         self._num_deaths += 1
         self._tracer.instant("controller", "replica died", replica=name)
         outcomes = {
-            "moved to other replicas": num_continued,
-            "dropped with their groups": num_dropped,
+            "continue": num_continued,
+            "are dropped with their groups": num_dropped,
         }
         parts = [f"{num:,} {outcome}" for outcome, num in outcomes.items() if num]
         unfinished = f"; unfinished rollouts: {', '.join(parts)}" if parts else ""
-        self._console.warn(f"{reason}{unfinished}")
+        self._console.warn(f"{reason.rstrip('.')}{unfinished}")
 
     def replica_joined(self, name: str, *, version: int) -> None:
         """Record that a replica has joined."""

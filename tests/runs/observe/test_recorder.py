@@ -117,12 +117,12 @@ def test_a_metric_that_is_not_finite_is_left_out_with_one_warning(
     ("num_continued", "num_dropped", "expected"),
     [
         (0, 0, ""),
-        (5, 0, "; unfinished rollouts: 5 moved to other replicas"),
-        (0, 4, "; unfinished rollouts: 4 dropped with their groups"),
+        (5, 0, "; unfinished rollouts: 5 continue"),
+        (0, 4, "; unfinished rollouts: 4 are dropped with their groups"),
         (
             1234,
             4,
-            "; unfinished rollouts: 1,234 moved to other replicas, 4 dropped with their groups",
+            "; unfinished rollouts: 1,234 continue, 4 are dropped with their groups",
         ),
     ],
 )
@@ -133,7 +133,7 @@ def test_a_death_is_reported_with_what_follows_for_its_rollouts(
     watcher = recorder_of(console=SimpleNamespace(warn=warnings.append))
     watcher.replica_died(
         "rollout-1",
-        "rollout-1 died: out of memory",
+        "rollout-1 died: out of memory.",
         num_continued=num_continued,
         num_dropped=num_dropped,
     )

@@ -84,7 +84,7 @@ from rlsys.types import Generation, GenerationRequest, SamplingParams, WeightMan
 # continues meanwhile.
 POLL_S = 0.002
 
-PROCESSES_ENDED = "its processes have ended; see its messages above for the cause"
+PROCESSES_ENDED = "its processes have ended (its messages above give the cause)"
 
 Result = TypeVar("Result")
 

@@ -17,8 +17,8 @@ from typing import Any
 from rlsys.config import RolloutConfig
 from rlsys.config.lora import Lora
 from rlsys.config.speculation import Speculation
+from rlsys.config.vllm_argument_types import check_types
 from rlsys.engines.devices.network import LOOPBACK, loopback_variables
-from rlsys.engines.generation.vllm.vllm_argument_types import check_types
 from rlsys.engines.models.eagle_head import write_new_head
 from rlsys.errors import require
 

@@ -10,6 +10,7 @@ their bytes. vllm is not imported, so that tests can call the methods without it
 from __future__ import annotations
 
 import base64
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, cast
@@ -17,7 +18,8 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from rlsys.common.safe_json import parse_json
-from rlsys.engines.generation.vllm.vllm_server_client import model_sizes
+from rlsys.common.version import VERSION as RLSYS_VERSION
+from rlsys.engines.generation.vllm.vllm_server_config import plain_config
 from rlsys.engines.models.expert_layout import Routing
 from rlsys.reallocation.transport.shared_memory import Bytes, SharedMemory
 from rlsys.reallocation.transport.version_memory import NAME
@@ -55,6 +57,7 @@ class WorkerCalls(Protocol):
 class ServerCalls:
     """The methods that a server's worker has in addition to those of vllm_worker.Worker."""
 
+    _process: str | None = None  # differs from that of each other server
     _takes_updates = False
     _received: dict[int, tuple[SharedMemory, Bytes]] | None = None  # by trainer rank
 
@@ -64,10 +67,16 @@ class ServerCalls:
 
     def rlsys_server_hello(self) -> dict[str, Any]:
         """Return what a client compares with its run."""
-        worker = self._worker
+        worker, config = self._worker, plain_config(self._worker.model_config.hf_config)
+        if getattr(worker.model_config, "word_embeddings_untied_by_checkpoint", False):
+            config["tie_word_embeddings"] = True  # vLLM changes it if there are both tensors
+        if self._process is None:
+            self._process = secrets.token_hex(8)
         return {
+            "rlsys": RLSYS_VERSION,
+            "process": self._process,
             "logprobs_mode": str(worker.model_config.logprobs_mode),
-            "sizes": model_sizes(worker.model_config.hf_config),
+            "config": config,
             "max_context": worker.model_config.max_model_len,
             "has_priorities": str(worker.scheduler_config.policy) == "priority",
         }

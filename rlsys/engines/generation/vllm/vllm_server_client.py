@@ -1,8 +1,10 @@
-"""Client of a vLLM server outside of the run: HTTP calls and checks of what it serves.
+"""Client of a vLLM server outside of the run: HTTP calls.
 
-    GET /version, /v1/models ─► is it a vLLM of this version, with access?
-    POST /collective_rpc     ─► does it run rlsys's worker, and which model?
+    POST /collective_rpc     ─► methods of rlsys's worker
     POST /inference/v1/generate, /pause, /resume, /abort_requests, /update_weight_version
+    GET /health, /metrics, /weight_info
+
+vllm_server_checks.py compares what a server has with the run.
 
 The server runs with VLLM_SERVER_DEV_MODE=1 and `--worker-cls` WORKER. Every host that reaches its
 port can change its weights, so the port belongs into a private network. Neither vllm nor torch is
@@ -13,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,7 +24,6 @@ import aiohttp
 
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.engines.generation.generation_protocol import EngineError
-from rlsys.errors import InvalidValue, require
 
 FIELD = "rollout.urls"
 WORKER = "rlsys.engines.generation.vllm.vllm_server_worker.ServerWorker"
@@ -39,31 +40,12 @@ VERSION = "0.32"  # the worker replaces parts of vLLM, which change with each mi
 CALL_TIMEOUT_S = 120.0
 CONNECT_TIMEOUT_S = 10.0
 
+RPC = "/collective_rpc"
+NOTHING: Mapping[str, type] = {}
+
 # Counters of /metrics that tell an engine's load.
 RUNNING, GENERATED_TOKENS = "vllm:num_requests_running", "vllm:generation_tokens_total"
 KV_USAGE, PREEMPTIONS = "vllm:kv_cache_usage_perc", "vllm:num_preemptions_total"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServedModel:
-    """Facts about a server that must fit the run.
-
-    Attributes:
-        sizes: Sizes of the model by name, as `model_sizes` returns them.
-        max_context: Longest prompt and completion together, in tokens.
-        has_priorities: Whether the server orders waiting requests by priority.
-    """
-
-    sizes: Mapping[str, Any]
-    max_context: int
-    has_priorities: bool
-
-
-def model_sizes(config: Any) -> dict[str, Any]:
-    """Return what two models must have in common, from a Hugging Face configuration."""
-    text = config.get_text_config()
-    names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-    return {name: getattr(text, name, None) for name in names}
 
 
 class NoServer(EngineError):
@@ -104,42 +86,85 @@ class ServerClient:
         body: Any = None,
         *,
         timeout_s: float | None = CALL_TIMEOUT_S,
+        max_bytes: int | None = None,
         **query: str,
     ) -> tuple[int, bytes]:
-        """Return status and body of an answer; a limit of None waits for generation."""
+        """Return status and body of an answer; a limit of None waits for generation.
+
+        A redirection is an answer. Bodies above `max_bytes` are cut off.
+        """
         limit = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         data = None if body is None else dump_json(body).encode()
         headers = {"Content-Type": "application/json"} if data is not None else {}
         try:
             async with self._opened().request(
-                method, self.url + path, data=data, params=query, headers=headers, timeout=limit
+                method,
+                self.url + path,
+                data=data,
+                params=query,
+                headers=headers,
+                timeout=limit,
+                allow_redirects=False,
             ) as answer:
-                return answer.status, await answer.read()
+                if max_bytes is None:
+                    return answer.status, await answer.read()
+                return answer.status, await _first_bytes(answer.content, max_bytes)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            reason = str(error) or type(error).__name__
-            raise NoServer(f"{self.url} does not answer {path}: {reason}.") from None
+            reason = _reason(error, timeout_s)
+            raise NoServer(f"{self.url} does not answer {path}: {reason}") from None
 
     async def json(
         self, method: str, path: str, body: Any = None, *, generates: bool = False, **query: str
     ) -> Any:
         """Return the parsed answer of a call that must succeed."""
         timeout_s = None if generates else CALL_TIMEOUT_S
-        status, content = await self.call(method, path, body, timeout_s=timeout_s, **query)
+        status, content = await self.call(
+            method, path, body, timeout_s=timeout_s, max_bytes=None, **query
+        )
         if status != 200:
             raise EngineError(f"{self.url}{path} answered {status}: {_excerpt(content)}")
-        return parse_json(content)
+        try:
+            return parse_json(content)
+        except ValueError:
+            raise self._unexpected(path, content) from None
+
+    async def field(self, method: str, path: str, name: str, **options: Any) -> Any:
+        """Return a field of the JSON object that `json` returns.
+
+        Raises:
+            EngineError: The answer is no such object.
+        """
+        answer = await self.json(method, path, **options)
+        if not isinstance(answer, dict) or name not in answer:
+            raise self._unexpected(path, dump_json(answer).encode())
+        return answer[name]
+
+    def _unexpected(self, path: str, content: bytes) -> EngineError:
+        return EngineError(f"{self.url}{path} has an unexpected answer: {_excerpt(content)}")
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of each of the server's workers with JSON texts as arguments."""
         body = {"method": method, "args": [dump_json(one) for one in args]}
-        answer = await self.json("POST", "/collective_rpc", body)
-        results: list[Any] = answer["results"]
+        results = await self.field("POST", RPC, "results", body=body)
+        if not isinstance(results, list) or not results:
+            raise self._unexpected(f"{RPC} ({method})", dump_json(results).encode())
+        return results
+
+    async def rpc_objects(
+        self, method: str, *args: Any, has: Mapping[str, type] = NOTHING
+    ) -> list[dict[str, Any]]:
+        """Return the answers of `rpc`, which must be objects that have fields of these types."""
+        results = await self.rpc(method, *args)
+        for one in results:
+            fits = isinstance(one, dict) and all(type(one.get(k)) is v for k, v in has.items())
+            if not fits:
+                raise self._unexpected(f"{RPC} ({method})", dump_json(one).encode())
         return results
 
     async def metrics(self) -> dict[str, float]:
         """Return the server's counters by name, summed over their labels."""
         status, content = await self.call("GET", "/metrics")
-        return parse_metrics(content.decode()) if status == 200 else {}
+        return parse_metrics(content.decode(errors="replace")) if status == 200 else {}
 
     async def is_healthy(self) -> bool:
         """Return whether the server can take requests."""
@@ -154,84 +179,6 @@ class ServerClient:
         while not await self.is_healthy():  # noqa: ASYNC110
             await asyncio.sleep(poll_s)
 
-    async def served(self) -> ServedModel:
-        """Return what the server serves.
-
-        Raises:
-            InvalidValue: It is no vLLM, of another version, refuses the key, or lacks the worker.
-            NoServer: It does not answer.
-        """
-        await self._check_version()
-        status, _ = await self.call("GET", "/v1/models")
-        require(
-            status != 401,
-            FIELD,
-            self.url,
-            rule=f"the server refuses the key in the environment variable {API_KEY_VARIABLE}",
-            fix="Set the variable to the server's --api-key.",
-        )
-        await self._check_generates()
-        return await self._hello()
-
-    async def _check_generates(self) -> None:
-        """Check with a request that has nothing, which no server answers with a completion."""
-        status, _ = await self.call("POST", "/inference/v1/generate", {})
-        require(
-            status not in (403, 404),
-            FIELD,
-            self.url,
-            rule=f"the server does not take token ids (status {status} of /inference/v1/generate)",
-            fix="Start it with --enable-scale-out.",
-        )
-
-    async def _check_version(self) -> None:
-        status, content = await self.call("GET", "/version")
-        try:
-            found = str(parse_json(content)["version"]) if status == 200 else ""
-        except (ValueError, KeyError, TypeError):
-            found = ""
-        require(
-            bool(found),
-            FIELD,
-            self.url,
-            rule=f"the server there is no vLLM (status {status} of /version)",
-            fix=START + ".",
-        )
-        require(
-            found.split(".")[:2] == VERSION.split("."),
-            FIELD,
-            self.url,
-            rule=f"the server runs vLLM {found}, and rlsys's worker is for {VERSION}",
-            fix=f"Install vllm=={VERSION}.* there.",
-        )
-
-    async def _hello(self) -> ServedModel:
-        body = {"method": "rlsys_server_hello", "args": []}
-        status, content = await self.call("POST", "/collective_rpc", body)
-        require(
-            status == 200,
-            FIELD,
-            self.url,
-            rule="the server does not run rlsys's worker"
-            if status != 404
-            else "the server does not accept weights (VLLM_SERVER_DEV_MODE)",
-            fix=START + ".",
-        )
-        hello = parse_json(content)["results"][0]
-        require(
-            hello["logprobs_mode"] == "processed_logprobs",
-            FIELD,
-            self.url,
-            rule=f"the server returns {hello['logprobs_mode']}, and the trainer needs "
-            "log-probabilities at the temperature",
-            fix="Start it with --logprobs-mode processed_logprobs.",
-        )
-        return ServedModel(
-            sizes=hello["sizes"],
-            max_context=hello["max_context"],
-            has_priorities=hello["has_priorities"],
-        )
-
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             key = os.environ.get(API_KEY_VARIABLE)
@@ -239,32 +186,6 @@ class ServerClient:
             connector = aiohttp.TCPConnector(limit=0)  # one connection for each running request
             self._session = aiohttp.ClientSession(connector=connector, headers=headers)
         return self._session
-
-
-def check_served(url: str, served: ServedModel, sizes: Mapping[str, Any], max_context: int) -> None:
-    """Raise InvalidValue unless a server has the model of these sizes and enough context."""
-    differing = {
-        name: (served.sizes.get(name), wanted)
-        for name, wanted in sizes.items()
-        if served.sizes.get(name) != wanted
-    }
-    require(
-        not differing,
-        FIELD,
-        url,
-        rule="the server has another model than model.path: "
-        + ", ".join(f"{name} {found} instead of {own}" for name, (found, own) in differing.items()),
-        fix="Start it with the model of the run.",
-    )
-    require(
-        served.max_context >= max_context,
-        FIELD,
-        url,
-        rule=f"the server's context has {served.max_context} tokens, and the run needs "
-        f"{max_context}",
-        fix=f"Start it with --max-model-len {max_context} or more, or shorten "
-        "data.max_prompt_tokens or sampling.max_tokens.",
-    )
 
 
 def until_healthy(urls: Sequence[str]) -> Callable[[int], Awaitable[None]]:
@@ -275,20 +196,6 @@ def until_healthy(urls: Sequence[str]) -> Callable[[int], Awaitable[None]]:
             await client.until_healthy()
 
     return wait
-
-
-async def check_server(url: str, config: Any, max_context: int) -> None:
-    """Check that a server can be a replica of a model with this Hugging Face configuration.
-
-    Raises:
-        InvalidValue: It does not answer or does not fit.
-    """
-    async with ServerClient(url) as client:
-        try:
-            served = await client.served()
-        except EngineError as error:
-            raise InvalidValue(FIELD, url, rule=str(error), fix=START + ".") from None
-    check_served(url, served, model_sizes(config), max_context)
 
 
 def parse_metrics(text: str) -> dict[str, float]:
@@ -308,3 +215,34 @@ def parse_metrics(text: str) -> dict[str, float]:
 
 def _excerpt(content: bytes) -> str:
     return content[:300].decode(errors="replace")
+
+
+async def _first_bytes(stream: aiohttp.StreamReader, limit: int) -> bytes:
+    found = bytearray()
+    async for piece in stream.iter_any():
+        found += piece
+        if len(found) >= limit:
+            break
+    return bytes(found[:limit])
+
+
+def _reason(error: Exception, timeout_s: float | None) -> str:
+    """Return why a call has failed, in words that do not name aiohttp's parts."""
+    match error:
+        case aiohttp.ConnectionTimeoutError():
+            return f"no connection within {CONNECT_TIMEOUT_S:g} s"
+        case TimeoutError() if timeout_s is not None:
+            return f"no answer within {timeout_s:g} s"
+        case aiohttp.ClientConnectorDNSError():
+            return "the name of the host is unknown"
+        case aiohttp.ClientSSLError() | ssl.SSLError():
+            return "the secure connection (https) fails"
+        case aiohttp.ServerDisconnectedError():
+            return "it closes the connection"
+        case aiohttp.ClientPayloadError():
+            return "it ends the connection within its answer"
+        case aiohttp.ClientResponseError():
+            return "its answer is not HTTP"
+        case OSError(errno=int(number)) if number > 0:
+            return os.strerror(number)
+    return type(error).__name__

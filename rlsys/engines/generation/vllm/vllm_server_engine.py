@@ -29,16 +29,19 @@ from rlsys.engines.generation.sampling import stream_key
 from rlsys.engines.generation.stopping import check_stop, end_of_sequence_ids, stop_ids
 from rlsys.engines.generation.vllm.vllm_requests import FINISH_REASONS, REQUEST_ID, STREAM
 from rlsys.engines.generation.vllm.vllm_routing import WorkerExperts, check_recorded
+from rlsys.engines.generation.vllm.vllm_server_checks import (
+    ServedModel,
+    check_served,
+    read_served,
+)
 from rlsys.engines.generation.vllm.vllm_server_client import (
     GENERATED_TOKENS,
     KV_USAGE,
     PREEMPTIONS,
     RUNNING,
-    ServedModel,
     ServerClient,
-    check_served,
-    model_sizes,
 )
+from rlsys.engines.generation.vllm.vllm_server_config import plain_config
 from rlsys.engines.models.attention_context import context_length
 from rlsys.engines.models.causal_lm import load_causal_lm
 from rlsys.engines.models.expert_layout import Routing
@@ -104,9 +107,9 @@ class ServerEngine:
         without finite probabilities, EngineError if the server fails.
         """
         config = await asyncio.to_thread(self._read_config)
-        self._served = await self._client.served()
+        self._served = await read_served(self._client)
         longest = min(self._max_context, context_length(config))
-        check_served(self._client.url, self._served, model_sizes(config), longest)
+        check_served(self._client.url, self._served, plain_config(config), longest)
         await self._client.json("POST", "/resume")  # an earlier client may have died in a pause
         await self._client.json("POST", "/abort_requests", {})
         await self._start_worker()
@@ -130,7 +133,7 @@ class ServerEngine:
     async def _start_worker(self) -> None:
         shapes = {name: list(tensor.shape) for name, tensor in self._shapes.items()}
         routing = None if self._routing is None else asdict(self._routing)
-        answers = await self._client.rpc("rlsys_server_start", shapes, routing)
+        answers = await self._client.rpc_objects("rlsys_server_start", shapes, routing)
         if routing is not None:
             check_recorded(answers)
             self._experts = WorkerExperts(self._read_experts)
@@ -248,7 +251,8 @@ class ServerEngine:
         weights = await asyncio.to_thread(open_verified, manifest, self._shapes)
         with contextlib.closing(weights):  # the workers keep it open
             plain = asdict(weights.local)
-            answers = await self._client.rpc("rlsys_server_prepare", plain, False)
+            has = {"is_here": bool}
+            answers = await self._client.rpc_objects("rlsys_server_prepare", plain, False, has=has)
             if not all(answer["is_here"] for answer in answers):
                 await self._send(weights)
                 await self._client.rpc("rlsys_server_prepare", plain, True)
@@ -257,7 +261,8 @@ class ServerEngine:
         self._prepared = manifest.version
 
     async def _is_prepared(self) -> bool:
-        answers = await self._client.rpc("rlsys_server_is_prepared")
+        has = {"is_prepared": bool}
+        answers = await self._client.rpc_objects("rlsys_server_is_prepared", has=has)
         return all(answer["is_prepared"] for answer in answers)
 
     async def _send(self, weights: Weights) -> None:
@@ -274,15 +279,15 @@ class ServerEngine:
         await self._client.rpc("rlsys_load")
         version = str(self._prepared)
         await self._client.json("POST", "/update_weight_version", {"new_version": version})
-        found = (await self._client.json("GET", "/weight_info"))["weight_version"]
+        found = await self._client.field("GET", "/weight_info", "weight_version")
         if found != version:
-            raise EngineError(f"{self._client.url} has version {found} instead of {version}.")
+            raise EngineError(f"{self._client.url} has version {found} instead of {version}")
         self._version = self._prepared
         self._num_loads += 1
 
     async def release(self) -> None:
         """Refuse: a server keeps its devices (placement=colocated is refused with urls)."""
-        raise EngineError(f"{self._client.url} keeps its devices.")
+        raise EngineError(f"{self._client.url} keeps its devices")
 
     def stats(self) -> EngineStats:
         """Return the server's own counters as of the last `progress`, without other clients."""
@@ -313,11 +318,13 @@ class ServerEngine:
         self._ids[request.request_id] = name
         try:
             body = self._body(request, name)
-            answer = await self._client.json("POST", "/inference/v1/generate", body, generates=True)
+            choices = await self._client.field(
+                "POST", "/inference/v1/generate", "choices", body=body, generates=True
+            )
         finally:
             self._ids.pop(request.request_id, None)
         self._num_prompt_tokens += len(request.prompt_token_ids)
-        made = served_generation(request.request_id, answer["choices"][0])
+        made = served_generation(request.request_id, choices)
         if self._experts is not None:
             num_sampled = len(made.token_ids)
             num_rows = len(request.prompt_token_ids) + num_sampled - 1 if num_sampled else 0
@@ -361,11 +368,18 @@ class ServerEngine:
     ) -> dict[str, ExpertArray]:
         assert self._routing is not None
         dtype = self._routing.dtype
-        first, *_ = await self._client.rpc("rlsys_server_experts", dict(starts), list(ended))
-        return {
-            name: np.frombuffer(base64.b64decode(one["rows"]), dtype).reshape(one["shape"])
-            for name, one in first.items()
-        }
+        first, *_ = await self._client.rpc_objects(
+            "rlsys_server_experts", dict(starts), list(ended)
+        )
+        try:
+            return {
+                name: np.frombuffer(base64.b64decode(one["rows"]), dtype).reshape(one["shape"])
+                for name, one in first.items()
+            }
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(
+                f"{self._client.url} returned no rows of experts: {error!r}"
+            ) from None
 
     def _end(self, task: asyncio.Task[Generation]) -> None:
         """Handle the end of a request's task: it has a generation, or the server has failed."""
@@ -389,29 +403,39 @@ class ServerEngine:
             raise EngineError(f"{self._client.url} cannot continue: {self._failure}")
 
 
-def served_generation(request_id: str, choice: Mapping[str, Any]) -> Generation:
-    """Return a choice of the server's answer as a Generation.
+def served_generation(request_id: str, choices: Any) -> Generation:
+    """Return the only choice of the server's answer as a Generation.
 
     `Generation.until_failure` has not been applied.
+
+    Raises:
+        EngineError: The choice is not what vLLM returns.
     """
-    token_ids = choice["token_ids"] or []
-    content = (choice["logprobs"] or {}).get("content") or []
-    logprobs = np.array([one["logprob"] for one in content], np.float32)
+    try:
+        choice = choices[0]
+        token_ids = [int(token) for token in choice["token_ids"] or ()]
+        content = (choice["logprobs"] or {}).get("content") or []
+        logprobs = np.array([one["logprob"] for one in content], np.float32)
+        versions = [
+            int(span["version"])
+            for span in choice["weight_versions"] or ()
+            for _ in range(span["start"], span["end"])
+        ]
+        reason = FINISH_REASONS.get(choice["finish_reason"], FinishReason.ABORTED)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise EngineError(
+            f"a server's answer to request {request_id} is not vLLM's: {error!r}"
+        ) from None
     logprobs[logprobs == CLAMPED] = np.nan
-    versions = [
-        int(span["version"])
-        for span in choice["weight_versions"] or []
-        for _ in range(span["start"], span["end"])
-    ]
     if not len(token_ids) == len(logprobs) == len(versions):
         raise EngineError(
             f"a server returned {len(token_ids)} tokens, {len(logprobs)} log-probabilities and "
-            f"{len(versions)} versions for request {request_id}."
+            f"{len(versions)} versions for request {request_id}"
         )
     return Generation(
         request_id=request_id,
         token_ids=np.asarray(token_ids, np.int32),
         sampler_logprobs=logprobs,
         policy_versions=np.asarray(versions, np.int32),
-        finish_reason=FINISH_REASONS.get(choice["finish_reason"], FinishReason.ABORTED),
+        finish_reason=reason,
     )

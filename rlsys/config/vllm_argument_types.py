@@ -5,13 +5,15 @@
 
 Importing vllm takes 8 to 60 s, and reading its source 0.1 s. So a run can check its options before
 anything starts, on a machine without a GPU too. Annotations are resolved as far as they consist of
-Python's own types and of Literals in vllm/config/. What vLLM checks in addition (contents of nested
-configurations, combinations) fails when an engine starts.
+Python's own types and of Literals in vllm/config/. A nested configuration, which is a class in
+vllm/config/, must be a table with the names of its fields. What vLLM checks in addition (values in
+nested configurations, combinations) fails when an engine starts.
 """
 
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib.util
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -21,7 +23,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from rlsys.config.fields import wrong_type
 from rlsys.config.vllm_arguments import FIELD
-from rlsys.errors import ErrorCollector, InvalidValue
+from rlsys.errors import ErrorCollector, InvalidValue, require
 
 CLASSES = ("EngineArgs", "AsyncEngineArgs")
 
@@ -50,7 +52,25 @@ def check_types(values: Mapping[str, Any]) -> None:
             annotation = _resolved(known[name])
             if not _fits(value, annotation):
                 raise wrong_value(name, value, annotation)
+            if isinstance(value, dict):
+                _check_fields(name, value, known[name])
     mistakes.raise_found()
+
+
+def _check_fields(name: str, value: Mapping[str, Any], annotation: str) -> None:
+    """Raise InvalidValue if a nested configuration has a field that vLLM's class lacks."""
+    for cls in (text.strip() for text in annotation.split("|")):
+        if (fields := _class_fields(cls)) is None:
+            continue
+        for key in value:
+            near = difflib.get_close_matches(key, fields, n=1)
+            require(
+                key in fields,
+                f"{FIELD}.{name}",
+                value,
+                rule=f"{key!r} is not a field of vLLM's {cls}",
+                fix=f"Did you mean {near[0]!r}?" if near else "Leave it out.",
+            )
 
 
 def wrong_value(name: str, value: Any, annotation: Any) -> InvalidValue:
@@ -83,18 +103,56 @@ def installed_arguments() -> dict[str, str]:
 
 
 @cache
-def _aliases() -> dict[str, ast.expr]:
-    """Return the names in vllm/config/ that are defined as a Literal or a union of types."""
+def _definitions() -> tuple[ast.stmt, ...]:
+    """Return the statements of all files in vllm/config/."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
     assert spec.origin is not None
+    files = sorted((Path(spec.origin).parent / "config").glob("*.py"))
+    return tuple(statement for path in files for statement in ast.parse(path.read_text()).body)
+
+
+@cache
+def _aliases() -> dict[str, ast.expr]:
+    """Return the names in vllm/config/ that are defined as a Literal or a union of types."""
     found: dict[str, ast.expr] = {}
-    for path in sorted((Path(spec.origin).parent / "config").glob("*.py")):
-        for statement in ast.parse(path.read_text()).body:
-            match statement:
-                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Subscript() as value):
-                    found[name] = value
+    for statement in _definitions():
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Subscript() as value):
+                found[name] = value
     return found
+
+
+@cache
+def _classes() -> dict[str, ast.ClassDef]:
+    """Return the nested configurations of vLLM: the classes in vllm/config/ of that name."""
+    return {
+        statement.name: statement
+        for statement in _definitions()
+        if isinstance(statement, ast.ClassDef) and statement.name.endswith("Config")
+    }
+
+
+@cache
+def _class_fields(name: str) -> frozenset[str] | None:
+    """Return the fields of a nested configuration; None for another name.
+
+    None too for a class with a base that is not in vllm/config/, whose fields are unknown.
+    """
+    cls = _classes().get(name)
+    if cls is None:
+        return None
+    found = {
+        one.target.id
+        for one in cls.body
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+    }
+    for base in cls.bases:
+        inherited = _class_fields(base.id) if isinstance(base, ast.Name) else None
+        if inherited is None:
+            return None
+        found |= inherited
+    return frozenset(found)
 
 
 @cache
@@ -114,6 +172,8 @@ def _type(node: ast.expr) -> Any:
             return plain[name]
         case ast.Name(id=name) if name in _aliases():
             return _type(_aliases()[name])
+        case ast.Name(id=name) if name in _classes():
+            return dict
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
             members = (_type(left), _type(right))
             return Any if Any in members else Union[members]  # noqa: UP007, computed
