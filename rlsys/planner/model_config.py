@@ -135,7 +135,7 @@ _FAMILIES: Final[dict[str, Family]] = {
 }
 
 # Model types with networks of width 4 h, which their config.json need not state.
-_QUADRUPLE: Final = {"codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj"}
+_QUADRUPLE: Final = {"codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj"}
 
 
 def architecture_from_config(config: Config, *, name: str = "") -> Architecture:
@@ -228,7 +228,9 @@ def _build(config: Config, kind: str, family: Family, name: str) -> Architecture
 def _kv_heads(config: Config, kind: str, heads: int) -> int:
     if kind == "gpt_bigcode":
         return 1 if config.get("multi_query", True) else heads
-    if kind == "falcon" and not config.get("new_decoder_architecture"):
+    if kind == "falcon":
+        if config.get("new_decoder_architecture"):
+            return first_number(config, "num_kv_heads", default=heads)
         return 1 if config.get("multi_query", True) else heads
     return first_number(config, "num_key_value_heads", "num_kv_heads", "kv_n_heads", default=heads)
 
@@ -238,6 +240,8 @@ def _ffn(config: Config, kind: str, hidden: int) -> int:
         return first_number(config, "intermediate_size_mlp", "intermediate_size")
     if kind in ("bloom", "mpt"):  # they ignore n_inner and expansion_ratio
         return 4 * hidden
+    if kind == "falcon":
+        return first_number(config, "ffn_hidden_size", default=4 * hidden)
     names = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
     if kind not in _QUADRUPLE:
         return first_number(config, *names)

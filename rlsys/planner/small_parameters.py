@@ -54,7 +54,7 @@ class Family:
 
 # Types whose flag attention_bias adds biases to all four products, and to the first three.
 _ALL_BIASES: Final = frozenset(
-    [
+    {
         "apertus",
         "arcee",
         "bitnet",
@@ -89,18 +89,33 @@ _ALL_BIASES: Final = frozenset(
         "qwen3_next",
         "smollm3",
         "vaultgemma",
-    ]
+    }
 )
-_QKV_BIASES: Final = frozenset(["glm", "glm4", "glm4_moe", "helium", "seed_oss", "solar_open"])
+_QKV_BIASES: Final = frozenset(
+    {
+        "glm",
+        "glm4",
+        "glm4_moe",
+        "helium",
+        "seed_oss",
+        "solar_open",
+    }
+)
 
 # Types with latent attention. Their flag adds biases to both compressions and to the output.
 _LATENT_BIASES: Final = frozenset(
-    ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "youtu"]
+    {
+        "deepseek_v2",
+        "deepseek_v3",
+        "glm4_moe_lite",
+        "kimi_k2",
+        "youtu",
+    }
 )
 
 # Types whose flag mlp_bias adds biases to dense networks and to shared experts.
 _NETWORK_BIASES: Final = frozenset(
-    [
+    {
         "arcee",
         "cwm",
         "deepseek_v2",
@@ -111,7 +126,7 @@ _NETWORK_BIASES: Final = frozenset(
         "nemotron_h",
         "seed_oss",
         "smollm3",
-    ]
+    }
 )
 
 # Flags by which other types switch all their biases on or off, and their defaults.
