@@ -109,6 +109,14 @@ FLAGS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+# Fields that these types derive from others.
+DERIVED = {
+    "falcon": ("head_dim",),
+    "mpt": ("num_hidden_layers",),
+    "nemotron_h": ("num_hidden_layers",),
+}
+
+
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [pytest.param(kind, changes, id=f"{kind}-{'-'.join(changes)}"[:60]) for kind, changes in FLAGS],
