@@ -173,7 +173,8 @@ def _role(
         one = _extra_process(need, _frozen_bytes(config, flow, model))
         # offloaded to host memory while workers on the same device compute
         if 0 < need.num_gpus < 1:
-            one = replace(one, takes_turns=True, host_bytes=one.host_bytes + one.device_bytes)
+            moved = one.device_bytes - CONTEXT_BYTES
+            one = replace(one, takes_turns=True, host_bytes=one.host_bytes + moved)
         yield one
 
 
