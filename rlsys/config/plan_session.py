@@ -114,9 +114,10 @@ def open_for_plan(
     if not is_planned or STALENESS in arguments:
         return {}
     found = {leaf.name: leaf.default for leaf in leaves(cls)} | dict(values)
-    numbers = [found.get(name) for name in (STALENESS, *UPDATES)]
-    if any(type(one) is not int for one in numbers):
-        return {}
+    given = [found.get(name) for name in (STALENESS, *UPDATES)]
+    numbers = [one for one in given if type(one) is int]
+    if len(numbers) < len(given):
+        return {}  # the class has no such field, or a value of another type is refused later
     bound, *factors = numbers
     return {STALENESS: max(bound, math.prod(factors) - 1)}
 

@@ -211,7 +211,7 @@ def test_a_colocated_rank_has_its_state_in_host_memory_and_no_activations(
 
     def host_bytes(placement: Placement, gib: float, state: str = "float32") -> int:
         ranks_of(gib, monkeypatch)
-        trainer = replace(config.trainer, optimizer_state=state)
+        trainer = replace(config.trainer, **{"optimizer_state": state})
         return (
             checked(replace(config, placement=placement, trainer=trainer), "4x80GiB")
             .layout.nodes[0]

@@ -361,11 +361,11 @@ def test_a_recipe_with_many_updates_is_planned_with_bounds_that_allow_them(
     with pytest.raises(SystemExit):
         main([str(ROOT / "recipes/grpo_gsm8k.py"), *own, *options, f"--{BOUND}", "1"])
     assert BOUND.replace("-", "_") in capsys.readouterr().err
-    config = configuration(
+    ahead = configuration(
         trainer=TrainerConfig(num_minibatches=4), asynchrony=AsyncConfig(max_staleness=7)
     )
     with invalid("asynchrony.max_staleness", 1):
-        planned(config, max_staleness=[1])
+        planned(ahead, max_staleness=[1])
 
 
 def test_a_run_without_a_plan_needs_a_bound_that_allows_its_updates() -> None:
