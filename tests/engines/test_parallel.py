@@ -71,7 +71,7 @@ def summed(engine: Any) -> Weights:
     """Return gradients of all ranks, some of which the engine sums only in the optimizer step."""
     parameters = engine._parameters
     copies = {name: one.grad.detach().clone() for name, one in parameters.items()}
-    engine._add_up(list(parameters.values()))
+    engine._gradients.add_up(list(parameters.values()))
     found = gradients(engine)
     for name, one in parameters.items():  # the optimizer step sums them again
         one.grad.copy_(copies[name])

@@ -11,7 +11,7 @@ updates; policy_version counts batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,35 +22,30 @@ import torch
 from rlsys import metrics
 from rlsys.algorithms.aggregation import Aggregation, token_mean
 from rlsys.algorithms.derived_metrics import derived_metrics
-from rlsys.algorithms.loss_inputs import whole_groups
 from rlsys.algorithms.losses import cross_entropy
 from rlsys.common.option_names import option
 from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.config.speculation import Speculation
 from rlsys.data.hub import in_short
-from rlsys.engines.devices.cpu import Pieces, keep_freed_memory
+from rlsys.engines.devices.cpu import keep_freed_memory
 from rlsys.engines.devices.offload import HostMemory, Offloaded, return_freed_memory
 from rlsys.engines.inference.frozen_model import infer
-from rlsys.engines.models.branches import check_trained
-from rlsys.engines.models.collate import CollatedBatch, split_passes
 from rlsys.engines.models.costs import attention_tokens
-from rlsys.engines.models.loss_calls import call_aggregation
-from rlsys.engines.models.model_roles import HeadKind, Loss, Policy, Role, load_role
+from rlsys.engines.models.model_roles import HeadKind, Loss, Policy, load_role
 from rlsys.engines.models.model_tensors import model_tensors
-from rlsys.engines.models.step_statistics import StepStatistics, StepSums, over_updates
+from rlsys.engines.models.step_statistics import StepSums, over_updates
+from rlsys.engines.training.accumulation import Accumulation, Objective
 from rlsys.engines.training.adapters import AdaptedWeight, Adapters, FrozenWeights
 from rlsys.engines.training.draft_training import draft_training, stored_part
 from rlsys.engines.training.export import export_model
+from rlsys.engines.training.gradient_sums import GradientSums
 from rlsys.engines.training.loss_scale import LossScale
 from rlsys.engines.training.optimizer import (
     build_adamw,
     learning_rate,
     scale_gradients,
     set_learning_rate,
-    squared_norm,
 )
-from rlsys.engines.training.parallel.pipeline import PipelineStage
-from rlsys.engines.training.parallel.tensor_parallel import is_cut, sum_replicated
 from rlsys.engines.training.publisher import Publisher
 from rlsys.engines.training.ranks import Ranks, lost_contact
 from rlsys.engines.training.recomputation import checkpoint_layers
@@ -58,7 +53,6 @@ from rlsys.engines.training.sharding import build_mesh, free_gathered, shard
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
 from rlsys.engines.training.state_resharding import Move, fill
 from rlsys.engines.training.supervised import supervised_row
-from rlsys.engines.training.token_gaps import TokenGaps
 from rlsys.engines.training.trainer_state import (
     HeldState,
     StatePlan,
@@ -73,9 +67,6 @@ from rlsys.reallocation.shards import TensorShard, holdings, local_part, whole
 from rlsys.reallocation.transport.cuda_ipc import shared_device
 from rlsys.reallocation.transport.weight_deltas import WeightDelta
 from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightManifest
-
-# The rows of a forward and backward pass, their batch, and the weight of each place [N].
-Pass = tuple[Sequence[TrainRow], CollatedBatch, torch.Tensor]
 
 
 class FSDPEngine:
@@ -127,8 +118,6 @@ class FSDPEngine:
         self._model_path = model_path
         self._config = trainer
         self._dtype: torch.dtype = getattr(torch, model.dtype)
-        self._loss = loss
-        self._aggregation = aggregation
         self._num_total_steps = num_total_steps
         self._ranks = Ranks(rank, world_size)
         self._layout = trainer.parallel
@@ -140,7 +129,6 @@ class FSDPEngine:
             fix="Create one engine for each rank of the layout.",
         )
         self._device = torch.device(device)
-        self._pieces = Pieces()
         torch.manual_seed(seed)
         if self._device.type == "cpu":
             keep_freed_memory()
@@ -156,6 +144,7 @@ class FSDPEngine:
             device=self._device,
         )
         self._role.hidden_dtype = self._dtype
+        self._objective = Objective(self._role, loss, aggregation)
         network = self._role.network
         require(
             world_size == 1 or not getattr(network, "runs_rows_alone", False),
@@ -196,6 +185,10 @@ class FSDPEngine:
             network,
             dtype=self._dtype,
             device=self._device,
+        )
+        self._gradients = GradientSums(self._mesh, self._layout, self._role.stage)
+        self._accumulation = Accumulation(
+            trainer, self._ranks, self._device, self._scale, self._draft
         )
         self.reset_optimizer()
         published = {name: (self._dtype_of(name), t.shape) for name, t in self._outward.items()}
@@ -243,9 +236,7 @@ class FSDPEngine:
 
     def accumulate(self, *micro_batches: MicroBatch) -> None:
         """See `TrainingEngine.accumulate`."""
-        self._accumulate(
-            self._role, [batch.rows for batch in micro_batches], self._loss, self._aggregation
-        )
+        self._accumulate(self._objective, [batch.rows for batch in micro_batches])
 
     def optimizer_step(self, *, last: bool = True) -> StepResult:
         """See `TrainingEngine.optimizer_step`."""
@@ -258,7 +249,7 @@ class FSDPEngine:
         if last:
             self.policy_version += 1
             self._updates = []
-            gaps = self._gaps.take()
+            gaps = self._accumulation.gaps.take()
         return StepResult(
             policy_version=self.policy_version,
             metrics={
@@ -290,7 +281,7 @@ class FSDPEngine:
                 rule="a critic or reward model does not predict tokens",
                 fix="Warm up the policy instead.",
             )
-        if self._updates or not self._statistics.is_empty:
+        if self._updates or not self._accumulation.statistics.is_empty:
             raise InvalidValue(
                 "sft_step",
                 rule="a call between accumulate and optimizer_step would mix their gradients",
@@ -301,7 +292,7 @@ class FSDPEngine:
         rows = [supervised_row(tokens, length) for tokens, length in share]
         role = Policy(self._role.network, self._device, temperature=1.0)
         role.hidden_dtype = self._dtype
-        self._accumulate(role, [rows], cross_entropy(), token_mean)
+        self._accumulate(Objective(role, cross_entropy(), token_mean), [rows])
         rate = self._config.learning_rate if learning_rate is None else learning_rate
         return self._apply_gradients(rate, "a supervised step").loss
 
@@ -548,147 +539,32 @@ class FSDPEngine:
 
     def _begin_batch(self) -> None:
         self._updates = []
-        self._gaps = TokenGaps()
+        self._accumulation.begin_batch()
         self._begin_update()
 
     def _begin_update(self) -> None:
-        self._statistics = StepStatistics(counts=self._layout.counts(self._ranks.rank))
-        self._accumulated: list[tuple[Role, Sequence[Sequence[TrainRow]], Loss, Aggregation]] = []
+        self._accumulation.begin_update()
         self._optimizer.zero_grad()
         if self._draft is not None:
             self._draft.reset()
         free_gathered(self._role.network)  # a failed pass leaves gathered weights
 
     def _accumulate(
-        self,
-        role: Role,
-        micro_batches: Sequence[Sequence[TrainRow]],
-        loss: Loss,
-        aggregation: Aggregation,
+        self, objective: Objective, micro_batches: Sequence[Sequence[TrainRow]]
     ) -> None:
-        columns = role.columns(loss, [row for rows in micro_batches for row in rows])
-        passes = [
-            one for rows in micro_batches for one in self._passes(role, rows, loss, aggregation)
-        ]
-        # FSDP2 gathers and reduces in every pass, so all ranks run equally many.
-        num_passes = self._ranks.max(len(passes))
-
-        def batch_of(number: int) -> Pass:
-            chosen = passes[number] if number < len(passes) else []
-            rows = [row for row, _ in chosen]
-            batch = role.collate(rows, columns)
-            weights = torch.tensor([weight for _, weight in chosen])
-            return rows, batch, weights.to(self._device)[batch.row_index]
-
-        if role.stage is not None:
-            self._pipeline(role, role.stage, [batch_of(i) for i in range(num_passes)], loss)
-        else:
-            for number in range(num_passes):
-                batch = batch_of(number)
-                with nullcontext() if self._draft is None else self._draft.watching():
-                    total = self._loss_of(role, *batch, loss)
-                if self._draft is not None:
-                    self._draft.learn(batch[1])
-                self._pieces.release()
-                total.backward()
-        if self._scale.adapts:
-            self._accumulated.append((role, micro_batches, loss, aggregation))
+        self._accumulation.add(
+            objective,
+            micro_batches,
+            policy_version=self.policy_version,
+            num_updates=self._num_updates,
+        )
 
     def _repeat(self) -> None:
         """Compute the gradients of this update again."""
-        accumulated = self._accumulated
+        accumulated = self._accumulation.accumulated
         self._begin_update()
-        for one in accumulated:
-            self._accumulate(*one)
-
-    def _passes(
-        self, role: Role, rows: Sequence[TrainRow], loss: Loss, aggregation: Aggregation
-    ) -> Iterator[list[tuple[TrainRow, float]]]:
-        """Yield passes within the token limit: trained rows and the weight of each row's places.
-
-        Adds the rows to the sums of the step.
-        """
-        role.check_groups(loss, rows)
-        for row in rows:
-            check_trained(row)
-        weighted = [(row, self._count(role, row, aggregation)) for row in rows]
-        trained = [(row, weight) for row, weight in weighted if role.num_trained(row)]
-        for chosen in split_passes(
-            [row for row, _ in trained],
-            self._config.micro_batch_tokens,
-            packed=role.packs,
-            shares=role.shares,
-            whole_groups=whole_groups(loss),
-        ):
-            yield [trained[index] for index in chosen]
-
-    def _pipeline(
-        self,
-        role: Role,
-        stage: PipelineStage,
-        batches: Sequence[Pass],
-        loss: Loss,
-    ) -> None:
-        def forward(number: int, received: torch.Tensor | None) -> torch.Tensor:
-            if stage.is_last:
-                return self._loss_of(role, *batches[number], loss, received)
-            hidden: torch.Tensor = role.run(batches[number][1], received)
-            return hidden
-
-        stage.run(len(batches), forward, lambda i: role.hidden_buffer(batches[i][1]))
-
-    def _count(self, role: Role, row: TrainRow, aggregation: Aggregation) -> float:
-        """Add a rollout to the sums and return the weight of each of its places."""
-        num_places = role.num_trained(row)
-        sizes = (row.group_size, role.num_in_group(row), num_places)
-        weight, denominator = call_aggregation(aggregation, *sizes)
-        versions = row.policy_versions[row.loss_mask]
-        oldest = int(versions.min(initial=self.policy_version))
-        self._statistics.add_rollout(
-            denominator=denominator,
-            num_places=num_places,
-            num_tokens=len(versions),
-            staleness=self._num_updates - self._config.updates_per_step * oldest,
-        )
-        return weight
-
-    def _loss_of(
-        self,
-        role: Role,
-        rows: Sequence[TrainRow],
-        batch: CollatedBatch,
-        weights: torch.Tensor,
-        loss: Loss,
-        received: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the loss of a pass, summed and scaled: [], with gradient."""
-        staleness = self._num_updates - self._config.updates_per_step * batch.policy_versions
-        losses, measured = role.learn(loss, batch, staleness, received)
-        total = (weights * losses).sum()
-        self._statistics.add_pass(total, measured)
-        differences = measured.get(metrics.KL_SAMPLER_TRAINER)
-        if isinstance(differences, torch.Tensor) and self._layout.counts(self._ranks.rank):
-            self._gaps.add(rows, differences)
-        return total * self._scale.value
-
-    def _add_up(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Sum the gradients of which several ranks have parts, once per update. A collective."""
-        if self._mesh is not None and self._layout.tp > 1:
-            sum_replicated(parameters, self._mesh)
-        if self._role.stage is not None:
-            self._role.stage.sum_tied()
-
-    def _squared_norm(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-        """Return this rank's part of the squared norm, counting replicated gradients once."""
-        if self._mesh is None or self._layout.size("tp", "pp", "dp_replicate") == 1:
-            return squared_norm(parameters)
-        stage = self._role.stage
-        if stage is not None and stage.number:
-            tied = stage.tied_weight()
-            parameters = [one for one in parameters if one is not tied]
-        cut = squared_norm([one for one in parameters if is_cut(one)])
-        whole = squared_norm([one for one in parameters if not is_cut(one)])
-        return (cut + whole / self._layout.tp) / self._layout.dp_replicate
+        for objective, micro_batches in accumulated:
+            self._accumulate(objective, micro_batches)
 
     def _apply_gradients(self, rate: float, what: str) -> StepSums:
         """Normalise, clip and update, then begin the next update.
@@ -733,9 +609,9 @@ class FSDPEngine:
 
     def _reduced(self, parameters: Sequence[torch.nn.Parameter]) -> StepSums:
         """Return the sums of all ranks since the last update. A collective."""
-        self._add_up(parameters)
-        squares = self._squared_norm(parameters) / self._scale.value**2
-        return self._statistics.reduce(self._ranks, squares)
+        self._gradients.add_up(parameters)
+        squares = self._gradients.squared_norm(parameters) / self._scale.value**2
+        return self._accumulation.statistics.reduce(self._ranks, squares)
 
     @property
     def _range_hint(self) -> str:
