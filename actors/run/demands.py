@@ -64,7 +64,8 @@ def demands(config: RunConfig, flow: StageGraph, shape: ModelShape) -> Iterator[
         )
     for need in replicas:
         if need.colocated_with:
-            yield _colocated(rank, engine, need)
+            offloaded = _offloaded_bytes(config, own, shape, flow.main.head)
+            yield _colocated(rank, engine, need, offloaded)
     shared = {host for need in replicas for host in need.colocated_with}
     for need in ranks:
         if need not in shared:
@@ -94,6 +95,19 @@ def _rank(config: RunConfig, trained: TrainedRoleConfig, shape: ModelShape, head
     )
 
 
+def _offloaded_bytes(
+    config: RunConfig, trained: TrainedRoleConfig, shape: ModelShape, head: Head
+) -> int:
+    """Return the bytes that a released rank moves from its GPU to host memory.
+
+    These are weights and moments. Gradients and activations are freed.
+    """
+    memory, trainer = estimate_rank(config, trained, shape, head), trained.trainer
+    if not trainer.num_gpus:
+        return 0
+    return memory.weights + (0 if trainer.offloads_moments else memory.moments)
+
+
 def _replica(config: RunConfig, shape: ModelShape) -> Demand:
     memory, rollout = replica_memory(config, config.rollout, shape), config.rollout
     if rollout.urls:  # it reads the initial weights for its server
@@ -109,11 +123,10 @@ def _replica(config: RunConfig, shape: ModelShape) -> Demand:
     return Demand(name="", fix="", device_frac=memory.device_frac, host_bytes=host_bytes)
 
 
-def _colocated(rank: Demand, engine: Demand, replica: Need) -> Demand:
+def _colocated(rank: Demand, engine: Demand, replica: Need, offloaded: int) -> Demand:
     """Return the demand of a replica and the ranks whose places it shares; they are on one node.
 
-    While the ranks or the replica work, the state of the other side is offloaded to host memory or
-    freed.
+    While the replica works, each rank has `offloaded` bytes of its state in host memory.
     """
     hosts = replica.colocated_with
     return replace(
@@ -123,7 +136,7 @@ def _colocated(rank: Demand, engine: Demand, replica: Need) -> Demand:
         num_gpus=sum(need.num_gpus for need in hosts),
         device_bytes=max(rank.device_bytes, engine.device_bytes),
         device_frac=engine.device_frac,
-        host_bytes=engine.host_bytes + len(hosts) * (rank.host_bytes + rank.device_bytes),
+        host_bytes=engine.host_bytes + len(hosts) * (rank.host_bytes + offloaded),
     )
 
 
@@ -160,7 +173,8 @@ def _role(
         one = _extra_process(need, _frozen_bytes(config, flow, model))
         # offloaded to host memory while workers on the same device compute
         if 0 < need.num_gpus < 1:
-            one = replace(one, takes_turns=True, host_bytes=one.host_bytes + one.device_bytes)
+            moved = one.device_bytes - CONTEXT_BYTES
+            one = replace(one, takes_turns=True, host_bytes=one.host_bytes + moved)
         yield one
 
 

@@ -138,7 +138,7 @@ def _prediction(
     step = found.step
     yield (
         f"predicted step     {significant(step.step_s)} s (80 %: {significant(step.low_s)} to "
-        f"{significant(step.high_s)} s); rlsys plan finds better layouts"
+        f"{significant(step.high_s)} s)"
     )
     yield from (f"  assumed          {assumption}" for assumption in found.assumptions)
     yield ""

@@ -18,13 +18,14 @@ fits the factors of your software and devices to runs, and --probe measures this
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
+from rlsys.commands.plan_work import parse_count, parse_lengths, parse_number, parse_seconds
 from rlsys.common.atomic_files import check_writable, write_atomically, writing
 from rlsys.common.installed_versions import versions
 from rlsys.common.keyboard_interrupt import INTERRUPTED
@@ -38,7 +39,7 @@ from rlsys.launcher.launching import live_nodes
 from rlsys.launcher.measured_runs import calibrated_profile
 from rlsys.planner.cpu_device import CpuProbe
 from rlsys.planner.cpu_probe import cache_file, probe, save_probe
-from rlsys.planner.lengths import Lengths, fixed, lognormal
+from rlsys.planner.lengths import MAX_SPREAD, MAX_TOKENS, MIN_SPREAD, SPREAD
 from rlsys.planner.plan_file import plan_toml
 from rlsys.planner.plan_report import lines, picture, probe_lines, profile_lines
 from rlsys.planner.plan_request import MAX_SIMULATED, PlanRequest
@@ -57,18 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     """Plan, calibrate or measure, and return the exit code."""
     parser = _parser()
     given, others = parser.parse_known_args(arguments)
-    for name, value, least in (
-        ("--staleness", min(given.staleness or [0]), 0),
-        ("--simulate", given.simulate, 0),
-        ("--shown", given.shown, 1),
-    ):
-        require(
-            value >= least,
-            name,
-            value,
-            rule=f"must be at least {least}",
-            fix=f"Use {least} or more.",
-        )
+    _read_numbers(given)
     if not (given.recipe or given.calibrate or given.probe):
         parser.error("give a RECIPE.py, --calibrate RUN or --probe")
     try:
@@ -81,6 +71,21 @@ def main(arguments: Sequence[str]) -> int:
         print("Interrupted.", file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+def _read_numbers(given: argparse.Namespace) -> None:
+    """Replace the texts of the numbers in `given` by their values.
+
+    Raises:
+        InvalidValue: A text is not a number, or is out of range.
+    """
+    given.staleness = [parse_count("--staleness", one, 0) for one in given.staleness or ()]
+    given.simulate = parse_count("--simulate", given.simulate, 0)
+    given.shown = parse_count("--shown", given.shown, 1)
+    if given.turns is not None:
+        given.turns = parse_count("--turns", given.turns, 1, MAX_TOKENS)
+    if given.prompt_tokens is not None:
+        given.prompt_tokens = parse_number("--prompt-tokens", given.prompt_tokens, 1, MAX_TOKENS)
 
 
 def _measure() -> CpuProbe:
@@ -134,7 +139,9 @@ def _plan_recipe(
     if profile is not None:
         for warning in mismatches(profile, versions(), cluster.gpu.name):
             print(f"warning: {warning}", file=sys.stderr)
-    completions = parse_lengths(given.completion_tokens) if given.completion_tokens else None
+    completions = (
+        None if given.completion_tokens is None else parse_lengths(given.completion_tokens)
+    )
     request = PlanRequest(
         cluster=cluster,
         prompt_tokens=given.prompt_tokens,
@@ -142,7 +149,7 @@ def _plan_recipe(
         max_staleness=tuple(given.staleness) if given.staleness else None,
         num_simulated=given.simulate,
         turns=given.turns,
-        tool_s=parse_seconds(given.tool_seconds) if given.tool_seconds else 0.0,
+        tool_s=0.0 if given.tool_seconds is None else parse_seconds(given.tool_seconds),
         profile=profile,
         probe=rates,
     )
@@ -160,21 +167,30 @@ def _plan_recipe(
         write_atomically(output, plan_toml(planning, given_options().file))
         write_atomically(image, picture(planning.plans[0], planning.cluster))
     print(f"\nThe first plan is in {output} (picture: {image}). Run it with:")
-    arguments = [*without_option(others, "config"), "--config", str(output)]
+    arguments = [*without_options(others), "--config", str(output)]
     print(f"  {shlex.join(['python', str(recipe), *arguments])}")
 
 
-def without_option(arguments: Sequence[str], name: str) -> list[str]:
-    """Return the arguments of a recipe without an option that has a value."""
+# Options of a recipe that belong to planning or to another start, not to the run of a plan.
+NOT_REPEATED: Final = ("config", "plan", "dry_run", "resume")
+
+
+def without_options(arguments: Sequence[str], names: Collection[str] = NOT_REPEATED) -> list[str]:
+    """Return the arguments of a recipe without some options and their values."""
+    left_out = {_flag(name) for name in names}
     kept: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
-        option, equals, _ = argument.partition("=")
-        if option.replace("_", "-") != f"--{name}":
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if _flag(argument.partition("=")[0].removeprefix("--")) not in left_out:
             kept.append(argument)
-        elif not equals:
-            next(rest, None)
+        elif "=" not in argument and rest and not rest[0].startswith("--"):
+            rest.pop(0)
     return kept
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def cache_file_to_write(file: Path) -> Path:
@@ -255,26 +271,29 @@ def _parser() -> argparse.ArgumentParser:
         help="nodes x GPUs x GPU; cpu or 1x2xCPU: nodes x cores; ray: the Ray cluster at "
         "RAY_ADDRESS; auto: that cluster, or this machine",
     )
-    parser.add_argument("--prompt-tokens", type=float, metavar="N", help="mean of a prompt")
+    parser.add_argument("--prompt-tokens", metavar="N", help="mean of a prompt, at least 1")
     parser.add_argument(
-        "--completion-tokens", metavar="mean=N,max=N", help="lengths of completions, log-normal"
+        "--completion-tokens",
+        metavar="mean=N,max=N",
+        help="lengths of completions, log-normal. spread=N, the standard deviation of the "
+        f"logarithm ({MIN_SPREAD:g} to {MAX_SPREAD:g}, by default {SPREAD:g}), may follow. "
+        "A number alone: all have this length",
     )
-    parser.add_argument("--turns", type=int, metavar="N", help="turns of an episode")
+    parser.add_argument("--turns", metavar="N", help="turns of an episode")
     parser.add_argument(
         "--tool-seconds", metavar="mean=N", help="time of the tool between two turns, log-normal"
     )
     parser.add_argument(
         "--staleness",
-        type=int,
         nargs="+",
         metavar="N",
         help="values of asynchrony.max_staleness to try, by default those of 0, 1 and 2 steps "
-        "ahead",
+        "ahead; at most that of all num_steps steps ahead",
     )
     parser.add_argument(
-        "--simulate", type=int, default=MAX_SIMULATED, metavar="N", help="plans to simulate"
+        "--simulate", default=str(MAX_SIMULATED), metavar="N", help="plans to simulate"
     )
-    parser.add_argument("--shown", type=int, default=8, metavar="N", help="plans in the table")
+    parser.add_argument("--shown", default="8", metavar="N", help="plans in the table")
     parser.add_argument("--output", default="plan.toml", metavar="FILE", help="the best plan")
     parser.add_argument(
         "--calibrate", nargs="+", metavar="RUN", help="directories of runs to calibrate with"
@@ -288,51 +307,3 @@ def _parser() -> argparse.ArgumentParser:
         "--probe", action="store_true", help="measure this machine's CPUs, a few seconds"
     )
     return parser
-
-
-_PAIR = re.compile(r"(mean|max|spread)=([0-9.]+)")
-
-
-def parse_lengths(text: str) -> Lengths:
-    """Return the lengths of mean=3000,max=8192[,spread=0.8], or of a number: all equal.
-
-    Raises:
-        InvalidValue: The text is neither.
-    """
-    if text.isdecimal() and int(text) > 0:
-        return fixed(int(text))
-    found: dict[str, float] = {}
-    for part in text.split(","):
-        match = _PAIR.fullmatch(part.strip())
-        if match is None or match[1] in found:
-            found = {}
-            break
-        found[match[1]] = float(match[2])
-    if not {"mean", "max"} <= found.keys():
-        raise InvalidValue(
-            "completion_tokens",
-            text,
-            rule="must be mean=N,max=N or a number",
-            fix="Write such as mean=3000,max=8192.",
-        )
-    spread = {"spread": found["spread"]} if "spread" in found else {}
-    return lognormal(found["mean"], int(found["max"]), **spread)
-
-
-_MEAN = re.compile(r"(?:mean=)?([0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
-
-
-def parse_seconds(text: str) -> float:
-    """Return the mean of mean=2, or of a number.
-
-    Raises:
-        InvalidValue: The text is neither.
-    """
-    if (match := _MEAN.fullmatch(text)) is None:
-        raise InvalidValue(
-            "--tool-seconds",
-            text,
-            rule="must be mean=N",
-            fix="Write such as mean=2.",
-        )
-    return float(match[1])

@@ -43,7 +43,7 @@ from rlsys.config.fields import (
     wrong_type,
 )
 from rlsys.config.foreign_option_names import hint
-from rlsys.config.plan_session import keep_dry_run, keep_options, planned_settings
+from rlsys.config.plan_session import keep_dry_run, keep_options, open_for_plan, planned_settings
 from rlsys.errors import ErrorCollector, InvalidValue, InvalidValues
 
 C = TypeVar("C")
@@ -134,6 +134,7 @@ def parse(
         in_file = {} if path is None else _read_file(cls, path)
         keep_options(values, in_file)
         overrides = _merged({**in_file, **planned}, values)
+        overrides |= open_for_plan(cls, overrides, values)
         parsed = Parsed(config=build(cls, overrides), dry_run=dry_run)
     except ValueError as error:
         for each in error.errors if isinstance(error, InvalidValues) else (error,):

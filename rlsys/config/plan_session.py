@@ -12,11 +12,16 @@ planned configuration.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from rlsys.config.fields import leaves
 from rlsys.errors import require
+
+STALENESS: Final = "asynchrony.max_staleness"
+UPDATES: Final = ("trainer.num_minibatches", "trainer.num_epochs")  # of a step: their product
 
 AUTO: Final = "auto"
 AGAIN: Final = "again"
@@ -59,6 +64,7 @@ class GivenOptions:
 
 
 _session: PlanSession | None = None
+_is_requested = False  # by `rlsys plan`
 _given = GivenOptions()  # of the command line that was read last
 _outside = PlanSession()  # options that were read outside of a session
 
@@ -77,6 +83,43 @@ def plan_session() -> Iterator[PlanSession]:
 def current_session() -> PlanSession | None:
     """Return the session of this process; None outside of `rlsys.main`."""
     return _session
+
+
+def request_plan(is_requested: bool) -> None:
+    """Keep whether `rlsys plan` wants a plan of the run instead of the run."""
+    global _is_requested
+    _is_requested = is_requested
+
+
+def is_plan_requested() -> bool:
+    """Return whether `rlsys plan` wants a plan of the run instead of the run."""
+    return _is_requested
+
+
+def open_for_plan(
+    cls: type[Any], values: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a bound of staleness that the updates of a step allow, if a plan chooses the bound.
+
+    Otherwise the result is empty, and the bound is checked: without a plan, and if the command line
+    has the bound.
+
+    Args:
+        cls: Class of the configuration.
+        values: Values by dotted name, besides the defaults of the class.
+        arguments: Those of the command line.
+    """
+    session = current_session()
+    is_planned = _is_requested or (session is not None and session.must_plan)
+    if not is_planned or STALENESS in arguments:
+        return {}
+    found = {leaf.name: leaf.default for leaf in leaves(cls)} | dict(values)
+    given = [found.get(name) for name in (STALENESS, *UPDATES)]
+    numbers = [one for one in given if type(one) is int]
+    if len(numbers) < len(given):
+        return {}  # the class has no such field, or a value of another type is refused later
+    bound, *factors = numbers
+    return {STALENESS: max(bound, math.prod(factors) - 1)}
 
 
 def given_options() -> GivenOptions:

@@ -25,7 +25,7 @@ from rlsys.planner.stack_profile import StackProfile
 FindNodes = Callable[[str], Sequence[Mapping[str, float]]]
 
 RAY, AUTO = "ray", "auto"
-_CORES = re.compile(r"(?:(\d{1,6})x)?(?:(\d{1,6})x)?cpu", re.IGNORECASE)
+_CORES = re.compile(r"(?:(\d{1,6})x)?(?:(\d{1,6})x)?cpu", re.IGNORECASE | re.ASCII)
 _NAMED = "Name the devices, such as --cluster 2x8xH100."
 
 
@@ -57,11 +57,11 @@ def chosen_cluster(
     Raises:
         InvalidValue: The text names no cluster, or the cluster's nodes differ.
     """
-    name = text.strip().lower()
+    name = text.strip()
     address = address or os.environ.get("RAY_ADDRESS", "")
-    if name == AUTO:
+    if name.lower() == AUTO:
         name = RAY if address and address != "local" else ""
-    if name == RAY:
+    if name.lower() == RAY:
         name = cluster_of_nodes(find_nodes(address))
     if not name:
         devices = [device.name for device in this_machine(with_devices=True).devices]

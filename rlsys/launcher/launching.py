@@ -29,6 +29,7 @@ from rlsys.config.plan_session import (
     PlanFound,
     check_served,
     current_session,
+    is_plan_requested,
     plan_session,
     requested_dry_run,
 )
@@ -272,7 +273,7 @@ def _planned(config: RunConfig, flow: Dataflow, own_model: OwnModel | None) -> R
 
     check_served()
     session = current_session()
-    is_requested = planning.is_requested()
+    is_requested = is_plan_requested()
     if not (is_requested or (session is not None and session.must_plan)):
         return None
     if not isinstance(flow.source, GenerateStage):

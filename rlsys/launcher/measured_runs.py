@@ -58,6 +58,7 @@ def calibrated_profile(runs: Sequence[Path], prompt_tokens: float | None = None)
         InvalidValue: A directory is no run, has too few steps or wrong numbers, or the runs
             contradict each other.
     """
+    _check_different(runs)
     uses_cpus = any(not plans_gpus(_config(RunFiles(run))[0]) for run in runs)
     rates = known_probe() if uses_cpus else None
     measured = [measured_run(run, rates, prompt_tokens) for run in runs]
@@ -74,6 +75,28 @@ def calibrated_profile(runs: Sequence[Path], prompt_tokens: float | None = None)
             fix="Leave out runs whose times were edited, or whose devices had other load.",
         ) from None
     return profile
+
+
+def _check_different(runs: Sequence[Path]) -> None:
+    """Check that no run is given twice: it would count as two measurements that agree.
+
+    Copies of a run have its run_id.
+
+    Raises:
+        InvalidValue: Two paths have the same run.
+    """
+    seen: dict[str, Path] = {}
+    for run in runs:
+        stored = _stored(RunFiles(run)).get("run_id")
+        run_id = stored if isinstance(stored, str) and stored else str(run.resolve())
+        require(
+            run_id not in seen,
+            "--calibrate",
+            [str(seen.get(run_id)), str(run)],
+            rule=f"gives the same run twice ({run_id})",
+            fix="Leave out one of the two: a second copy measures nothing new.",
+        )
+        seen[run_id] = run
 
 
 def measured_run(
@@ -152,21 +175,43 @@ def _not_called(*_: Any) -> Any:
 
 def _config(files: RunFiles) -> tuple[RunConfig, Mapping[str, str | None]]:
     """Return the settings of a run that every recipe has, and the versions of its packages."""
+    stored = _stored(files)
+    for name in ("config", "versions"):
+        if not isinstance(stored.get(name), dict):
+            raise _unreadable(files, f"its config.json has no {name}")
+    known = {leaf.name for leaf in leaves(RunConfig)}
+    flat = {name: value for name, value in _flat(stored["config"]) if name in known}
+    versions = stored["versions"]
+    if any(not isinstance(version, str | None) for version in versions.values()):
+        raise _unreadable(files, "the versions in its config.json are not texts")
+    try:
+        return build(RunConfig, flat), versions
+    except (ValueError, TypeError) as error:
+        raise _unreadable(files, str(error)) from None
+
+
+def _stored(files: RunFiles) -> Mapping[str, Any]:
+    """Return the content of a run's config.json.
+
+    Raises:
+        InvalidValue: It cannot be read, or is not a JSON object.
+    """
     try:
         stored = parse_json(files.config.read_text())
-        known = {leaf.name for leaf in leaves(RunConfig)}
-        flat = {name: value for name, value in _flat(stored["config"]) if name in known}
-        versions = stored["versions"]
-        if any(not isinstance(version, str | None) for version in versions.values()):
-            raise TypeError(f"versions are {versions}")
-        return build(RunConfig, flat), versions
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidValue(
-            "--calibrate",
-            str(files.path),
-            rule=f"is not a readable run directory ({error})",
-            fix="Give directories such as runs/NAME.",
-        ) from None
+    except (OSError, ValueError) as error:
+        raise _unreadable(files, str(error)) from None
+    if not isinstance(stored, dict):
+        raise _unreadable(files, "its config.json is not a JSON object")
+    return stored
+
+
+def _unreadable(files: RunFiles, reason: str) -> InvalidValue:
+    return InvalidValue(
+        "--calibrate",
+        str(files.path),
+        rule=f"is not a readable run directory ({reason})",
+        fix="Give directories such as runs/NAME.",
+    )
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -185,14 +230,32 @@ def _metrics(files: RunFiles) -> Sequence[Mapping[str, float]]:
         rule="has no metrics.jsonl",
         fix="Give the directory of a run that has trained.",
     )
-    return read_every_step(files.metrics)
+    try:
+        return read_every_step(files.metrics)
+    except InvalidValue as error:  # other readers need not have each step
+        raise InvalidValue(
+            error.field,
+            error.value,
+            rule=error.rule,
+            fix="Restore the file from a copy, or calibrate with another run: a calibration needs "
+            "each step from 1 on.",
+        ) from None
 
 
 def _policy(files: RunFiles, config: RunConfig, record: RunRecord | None) -> Role:
     if record is not None:
         return replace(record.roles[0].role, name=POLICY)
     path = str(files.hf) if (files.hf / "config.json").exists() else config.model.path
-    return Role(name=POLICY, model=read_architecture(path), samples=True)
+    try:
+        return Role(name=POLICY, model=read_architecture(path), samples=True)
+    except InvalidValue as error:
+        raise InvalidValue(
+            f"{files.path}: {error.field}",
+            error.value,
+            rule=f"{error.rule}, and the run has no plan.json with it",
+            fix="Calibrate with a run that this version of rlsys started: its plan.json has the "
+            "shape of its model.",
+        ) from None
 
 
 def _lengths(files: RunFiles, config: RunConfig, mean: float) -> Lengths:
@@ -213,17 +276,18 @@ def _cluster(
     path: Path, config: RunConfig, record: RunRecord | None, rates: CpuProbe | None
 ) -> Cluster:
     name = record.cluster if record else ""
+    file = str(RunFiles(path).plan)
     if not plans_gpus(config):
         assert rates is not None
         cores = cores_named(name or "cpu")
-        require(
-            cores is not None,
-            str(RunFiles(path).plan),
-            name,
-            rule="names GPUs, and the run's config.json none",
-            fix="Use a run whose files were not edited.",
-        )
-        assert cores is not None
+        if cores is None:
+            raise InvalidValue(
+                file,
+                name,
+                rule="is not a cluster of CPUs, such as 1x2xCPU, and the run's config.json "
+                "reserves no GPUs",
+                fix="Use a run whose files were not edited.",
+            )
         return cpu_cluster(rates, config.model.dtype, *cores)
     require(
         bool(name),
@@ -232,4 +296,12 @@ def _cluster(
         rule="does not say which GPUs it used",
         fix="Use a run that this version of rlsys started: plan.json names them.",
     )
-    return parse_cluster(name).in_precision(config.model.dtype)
+    try:
+        return parse_cluster(name).in_precision(config.model.dtype)
+    except InvalidValue as error:
+        raise InvalidValue(
+            file,
+            name,
+            rule=f"is not a cluster that the planner knows: {error.rule}",
+            fix="Use a run on GPUs that the planner knows, whose files were not edited.",
+        ) from None

@@ -45,13 +45,24 @@ LAST_EXPERTS: Final = "moe_layer_end_index"  # -1: the last layer
 
 FLAGS: Final = (
     "attention_bias",
+    "attention_out_bias",
+    "do_layer_norm_before",
+    "enable_bias",
     "gated",
+    "layer_norm_elementwise_affine",
+    "lm_head_bias",
     "mlp_bias",
     "multi_query",
     "new_decoder_architecture",
-    "no_bias",
+    "parallel_attn",
+    "qk_layernorm",
+    "qkv_bias",
     "tie_word_embeddings",
+    "use_bias",
+    "use_conv_bias",
+    "use_parallel_residual",
     "use_qk_norm",
+    "use_qkv_bias",
     "use_sliding_window",
 )
 
@@ -74,6 +85,16 @@ LAYER_LISTS: Final = {
 
 # Letters of hybrid_override_pattern: Mamba, attention, dense network, experts.
 PATTERN_LETTERS: Final = frozenset("M*-E")
+
+# The same layers in layers_block_type, which replaces the letters in newer files.
+BLOCK_LETTERS: Final = {
+    "attention": "*",
+    "full_attention": "*",
+    "linear_attention": "M",
+    "mamba": "M",
+    "mlp": "-",
+    "moe": "E",
+}
 
 CORRECT: Final = "Correct the model's config.json."
 
@@ -113,6 +134,8 @@ def text_fields(config: object) -> dict[str, Any]:
     for name in FLAGS:
         _check(fields, name, bool, "must be true or false")
     _check(fields, "model_type", str, "must be the name of a model type")
+    if fields["model_type"] == "nemotron_h" and fields.get("hybrid_override_pattern") is None:
+        fields["hybrid_override_pattern"] = _pattern_of_blocks(fields.get("layers_block_type"))
     layers = next((n for name in NUM_LAYERS if (n := number_field(fields, name)) is not None), None)
     layers = _layers_of_pattern(fields, layers)
     if layers is not None:
@@ -145,6 +168,24 @@ def number_field(config: Mapping[str, Any], name: str) -> int | None:
     return value
 
 
+def first_number(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    """Return the first of these numbers that the configuration has.
+
+    Raises:
+        InvalidValue: It has none and there is no default, or the number is invalid.
+    """
+    for name in names:
+        if (value := number_field(config, name)) is not None:
+            return value
+    if default is None:
+        raise InvalidValue(
+            f"model.{names[0]}",
+            rule="is missing in the model's config.json",
+            fix="Use the config.json of a decoder-only language model.",
+        )
+    return default
+
+
 def _object(value: object, field: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise InvalidValue(field, value, rule="must be a JSON object with fields", fix=CORRECT)
@@ -154,6 +195,25 @@ def _object(value: object, field: str) -> dict[str, Any]:
 def _check(fields: Mapping[str, Any], name: str, kind: type, rule: str) -> None:
     value = fields.get(name)
     require(value is None or type(value) is kind, f"model.{name}", value, rule=rule, fix=CORRECT)
+
+
+def _pattern_of_blocks(blocks: object) -> str | None:
+    """Return the letters of a hybrid model's layers for their names."""
+    if blocks is None:
+        return None
+    if not isinstance(blocks, list):
+        raise InvalidValue(
+            "model.layers_block_type", blocks, rule="must be a list of layers", fix=CORRECT
+        )
+    for number, block in enumerate(blocks):
+        require(
+            isinstance(block, str) and block in BLOCK_LETTERS,
+            f"model.layers_block_type[{number}]",
+            block,
+            rule="is not a layer that the planner can describe",
+            fix=f"It describes {', '.join(sorted(BLOCK_LETTERS))}.",
+        )
+    return "".join(BLOCK_LETTERS[block] for block in blocks)
 
 
 def _layers_of_pattern(fields: Mapping[str, Any], layers: int | None) -> int | None:

@@ -341,7 +341,8 @@ def cluster_of(gpu: Gpu, num_gpus: int) -> Cluster:
 
 
 _CLUSTER: Final = re.compile(
-    r"\s*(?:(\d{1,7})\s*x\s*)?(?:(\d{1,7})\s*x?\s*)?([a-z][\w-]*)\s*", re.IGNORECASE
+    r"\s*(?:(\d{1,7})\s*x\s*)?(?:(\d{1,7})\s*x?\s*)?([a-z][\w-]*)\s*",
+    re.IGNORECASE | re.ASCII,
 )
 
 
@@ -362,10 +363,12 @@ def parse_cluster(text: str) -> Cluster:
             fix="Write such as 2x8xH100 or 8xL40S.",
         )
     name = match[3]
-    known = _plain(name) in _BY_PLAIN_NAME
-    if not known and name[:1].lower() == "x":
-        name = name[1:]
-    gpu = gpu_named(name)
+    try:
+        gpu = gpu_named(name)
+    except InvalidValue as error:
+        raise InvalidValue(
+            "cluster", text, rule=f"its GPU, {name}, is not a known GPU", fix=error.fix
+        ) from None
     numbers = [int(number) for number in (match[1], match[2]) if number is not None]
     require(
         all(number >= 1 for number in numbers),

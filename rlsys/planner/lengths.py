@@ -17,6 +17,7 @@ import numpy as np
 from rlsys.errors import InvalidValue, require
 
 SPREAD = 0.8  # standard deviation of log(length) in published reasoning runs
+MIN_SPREAD, MAX_SPREAD = 0.01, 3.0
 MAX_TOKENS = 1 << 24
 
 
@@ -63,8 +64,16 @@ def lognormal(mean: float, maximum: int, spread: float = SPREAD, count: int = 40
         count: Number of quantiles.
 
     Raises:
-        InvalidValue: The mean is not between 1 and the maximum.
+        InvalidValue: The mean is not between 1 and the maximum, or the maximum or the spread is out
+            of range.
     """
+    require(
+        MIN_SPREAD <= spread <= MAX_SPREAD,
+        "completion_tokens.spread",
+        spread,
+        rule=f"must be {MIN_SPREAD:g} to {MAX_SPREAD:g}",
+        fix=f"Leave it out for {SPREAD:g}, that of published reasoning runs.",
+    )
     require(
         1 <= maximum <= MAX_TOKENS,
         "completion_tokens.max",

@@ -11,7 +11,7 @@ of parameters a test compares with transformers. Others are refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -19,119 +19,99 @@ from typing import Any, Final
 from rlsys.common.safe_json import parse_json
 from rlsys.errors import InvalidValue
 from rlsys.planner.architecture import Architecture
-from rlsys.planner.config_fields import number_field, text_fields
+from rlsys.planner.config_fields import first_number, text_fields
+from rlsys.planner.small_parameters import Family, qk_norm, small_parameters
 
 DATA: Final = Path(__file__).parent / "data"
 Config = Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Family:
-    """Facts of a model type that its config.json does not state.
-
-    Attributes:
-        norms: Norms of width h per layer.
-        layer_norm: Whether norms have a bias.
-        qk_norm: Norms of queries and keys: none, head (width d), or full (width of all heads).
-        attention_bias: Biases by default: none, qkv, or all.
-        network_bias: Whether feed-forward networks have biases.
-        gated: Whether feed-forward networks have a gate.
-        tied: Whether embeddings are tied if the configuration does not say so.
-        positions: Whether positions are a learned embedding.
-        sinks: Whether each head has a sink value.
-        head_bias: Whether the head has a bias.
-        attention_gate: Whether attention has a gate as wide as its queries.
-    """
-
-    norms: int = 2
-    layer_norm: bool = False
-    qk_norm: str = "none"
-    attention_bias: str = "none"
-    network_bias: bool = False
-    gated: bool = True
-    tied: bool = False
-    positions: bool = False
-    sinks: bool = False
-    head_bias: bool = False
-    attention_gate: bool = False
-
-
-_GPT: Final = _Family(
-    layer_norm=True,
+_GPT: Final = Family(
+    norm_values=2,
     attention_bias="all",
     network_bias=True,
     gated=False,
     tied=True,
     positions=True,
+    grouped=False,
 )
-_PLAIN: Final = _Family()
-_QK: Final = _Family(qk_norm="head")
-_GATED: Final = _Family(qk_norm="head", attention_gate=True)
-_UNGATED: Final = _Family(gated=False)
-_GPTJ: Final = _Family(norms=1, layer_norm=True, network_bias=True, gated=False, head_bias=True)
-_FAMILIES: Final[dict[str, _Family]] = {
-    "qwen2": _Family(attention_bias="qkv"),
-    "qwen2_moe": _Family(attention_bias="qkv"),
+_PLAIN: Final = Family()
+_QK: Final = Family(qk_norm="head")
+_GATED: Final = Family(qk_norm="head", attention_gate=True)
+_UNGATED: Final = Family(gated=False)
+_GPTJ: Final = Family(
+    norms=1, norm_values=2, network_bias=True, gated=False, head_bias=True, grouped=False
+)
+_FAMILIES: Final[dict[str, Family]] = {
+    "qwen2": Family(attention_bias="qkv"),
+    "qwen2_moe": Family(attention_bias="qkv"),
     "qwen3": _QK,
     "qwen3_moe": _QK,
     "qwen3_5_text": _GATED,
     "qwen3_5_moe_text": _GATED,
     "qwen3_next": _GATED,
     "hunyuan_v1_dense": _QK,
-    "glm4_moe": _Family(),
-    "olmo2": _Family(qk_norm="full"),
-    "olmo3": _Family(qk_norm="full"),
-    "olmoe": _Family(qk_norm="full"),
-    "minimax_m2": _Family(qk_norm="full"),
-    "gemma": _Family(tied=True),
-    "gemma2": _Family(norms=4, tied=True),
-    "gemma3_text": _Family(norms=4, qk_norm="head", tied=True),
-    "phi": _Family(
+    "glm4_moe": Family(),
+    "olmo2": Family(qk_norm="full"),
+    "olmo3": Family(qk_norm="full"),
+    "olmoe": Family(qk_norm="full"),
+    "minimax_m2": Family(qk_norm="full"),
+    "gemma": Family(tied=True),
+    "gemma2": Family(norms=4, tied=True),
+    "gemma3_text": Family(norms=4, qk_norm="head", tied=True),
+    "phi": Family(
         norms=1,
-        layer_norm=True,
+        norm_values=2,
         attention_bias="all",
         network_bias=True,
         gated=False,
         head_bias=True,
     ),
-    "gpt_oss": _Family(attention_bias="all", network_bias=True, sinks=True),
+    "gpt_oss": Family(attention_bias="all", network_bias=True, sinks=True),
     "gpt2": _GPT,
     "opt": _GPT,
-    "gpt_neox": _Family(layer_norm=True, attention_bias="all", network_bias=True, gated=False),
+    "gpt_neox": Family(
+        norm_values=2, attention_bias="all", network_bias=True, gated=False, grouped=False
+    ),
     "gptj": _GPTJ,
     "codegen": _GPTJ,
-    "gpt_bigcode": _GPT,
+    "gpt_bigcode": replace(_GPT, grouped=True),
     "arcee": _UNGATED,
-    "nanochat": _Family(norms=0, gated=False),
-    "apertus": _Family(qk_norm="head", gated=False),
-    "persimmon": _Family(
-        layer_norm=True, qk_norm="bias", attention_bias="all", network_bias=True, gated=False
+    "nanochat": Family(norm_values=0, qk_norm="bare", gated=False),
+    "apertus": Family(qk_norm="head", gated=False),
+    "persimmon": Family(
+        norm_values=2,
+        qk_norm="bias",
+        attention_bias="all",
+        network_bias=True,
+        gated=False,
+        grouped=False,
     ),
-    "mpt": _Family(layer_norm=True, gated=False, tied=True, positions=True),
-    "falcon": _Family(norms=1, layer_norm=True, gated=False, tied=True),
-    "nemotron": _Family(layer_norm=True, gated=False),
-    "nemotron_h": _Family(norms=1, gated=False),
-    "stablelm": _Family(layer_norm=True),
-    "starcoder2": replace(_GPT, positions=False),
-    "cohere": _Family(norms=1, tied=True),
-    "cohere2": _Family(norms=1, tied=True),
-    "ernie4_5": _Family(tied=True),
-    "ernie4_5_moe": _Family(tied=True),
-    "smollm3": _Family(tied=True),
-    "vaultgemma": _Family(tied=True),
-    "youtu": _Family(tied=True),
-    "bloom": _Family(
-        layer_norm=True, attention_bias="all", network_bias=True, gated=False, tied=True
-    ),
-    "glm": _Family(attention_bias="qkv"),
-    "glm4": _Family(norms=4, attention_bias="qkv"),
+    "mpt": Family(gated=False, tied=True, grouped=False),
+    "falcon": Family(norms=1, norm_values=2, gated=False, tied=True),
+    "nemotron": Family(norm_values=2, gated=False),
+    "nemotron_h": Family(norms=1, gated=False),
+    "stablelm": Family(norm_values=2),
+    "starcoder2": replace(_GPT, positions=False, grouped=True),
+    "cohere": Family(norms=1, tied=True),
+    "cohere2": Family(norms=1, tied=True),
+    "ernie4_5": Family(tied=True),
+    "ernie4_5_moe": Family(tied=True),
+    "smollm3": Family(tied=True),
+    "vaultgemma": Family(tied=True),
+    "youtu": Family(tied=True),
+    "bloom": replace(_GPT, positions=False, embedding_norm=True),
+    "olmo": Family(norm_values=0),
+    "exaone4": _QK,
+    "phimoe": Family(norm_values=2),
+    "glm": Family(attention_bias="qkv"),
+    "glm4": Family(norms=4, attention_bias="qkv"),
     **dict.fromkeys(
         (
             "llama",
             "mistral",
             "ministral3",
             "phi3",
-            "olmo",
             "mixtral",
             "deepseek_v2",
             "deepseek_v3",
@@ -140,10 +120,8 @@ _FAMILIES: Final[dict[str, _Family]] = {
             "granite",
             "granitemoe",
             "granitemoeshared",
-            "exaone4",
             "seed_oss",
             "llama4_text",
-            "phimoe",
             "flex_olmo",
             "helium",
             "bitnet",
@@ -157,21 +135,7 @@ _FAMILIES: Final[dict[str, _Family]] = {
 }
 
 # Model types with networks of width 4 h, which their config.json need not state.
-_QUADRUPLE: Final = {"codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt"}
-
-
-def _number(config: Config, *names: str, default: int | None = None) -> int:
-    """Return the first of these numbers that the configuration has."""
-    for name in names:
-        if (value := number_field(config, name)) is not None:
-            return value
-    if default is None:
-        raise InvalidValue(
-            f"model.{names[0]}",
-            rule="is missing in the model's config.json",
-            fix="Use the config.json of a decoder-only language model.",
-        )
-    return default
+_QUADRUPLE: Final = {"codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj"}
 
 
 def architecture_from_config(config: Config, *, name: str = "") -> Architecture:
@@ -198,26 +162,36 @@ def model_types() -> tuple[str, ...]:
     return tuple(sorted(_FAMILIES))
 
 
-def _build(config: Config, kind: str, family: _Family, name: str) -> Architecture:
-    hidden = _number(config, "hidden_size", "n_embd", "d_model")
-    heads = _number(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
-    kv_heads = _kv_heads(config, kind, heads)
-    head_dim = _number(config, "head_dim", default=hidden // max(heads, 1))
-    kv_lora = _number(config, "kv_lora_rank", default=0)
-    rope_dim = _number(config, "qk_rope_head_dim", default=0) if kv_lora else 0
+def _build(config: Config, kind: str, family: Family, name: str) -> Architecture:
+    hidden = first_number(config, "hidden_size", "n_embd", "d_model")
+    embedded = first_number(config, "word_embed_proj_dim", default=hidden)
+    if kind == "opt" and embedded != hidden:
+        raise InvalidValue(
+            "model.word_embed_proj_dim",
+            embedded,
+            rule=f"must be the hidden size, {hidden}: projections of embeddings are not counted",
+            fix="Use another model of this type.",
+        )
+    heads = first_number(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
+    kv_heads = _kv_heads(config, kind, heads) if family.grouped else heads
+    head_dim = first_number(config, "head_dim", default=hidden // max(heads, 1))
+    kv_lora = first_number(config, "kv_lora_rank", default=0)
+    rope_dim = first_number(config, "qk_rope_head_dim", default=0) if kv_lora else 0
     if kv_lora:
-        head_dim = _number(config, "qk_nope_head_dim") + rope_dim
-    value_dim = _number(config, "v_head_dim", default=head_dim) if kv_lora else head_dim
+        head_dim = first_number(config, "qk_nope_head_dim") + rope_dim
+    value_dim = first_number(config, "v_head_dim", default=head_dim) if kv_lora else head_dim
     attention, dense, moe, linear = _layer_counts(config, kind)
     window, window_layers = _windows(config, kind, attention)
     tied = config.get("tie_word_embeddings")
-    expert_ffn = _number(config, "moe_intermediate_size", "intermediate_size") if moe else 0
+    expert_ffn = first_number(config, "moe_intermediate_size", "intermediate_size") if moe else 0
     linear_gemms, linear_state = _linear_mixer(config, kind, hidden) if linear else ((), 0)
-    positions = _number(config, "max_position_embeddings", "n_positions", "max_seq_len", default=0)
+    positions = first_number(
+        config, "max_position_embeddings", "n_positions", "max_seq_len", default=0
+    )
     built = Architecture(
         name=name,
         hidden=hidden,
-        vocab=_number(config, "vocab_size"),
+        vocab=first_number(config, "vocab_size"),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -231,12 +205,14 @@ def _build(config: Config, kind: str, family: _Family, name: str) -> Architectur
         tied=family.tied if tied is None else bool(tied),
         experts=_experts(config) if moe else 0,
         attention_gate=family.attention_gate,
-        qk_norm=family.qk_norm != "none",
-        top_k=_number(config, "num_experts_per_tok", "experts_per_token", "moe_k") if moe else 0,
+        qk_norm=qk_norm(config, kind, family) != "none",
+        top_k=first_number(config, "num_experts_per_tok", "experts_per_token", "moe_k")
+        if moe
+        else 0,
         expert_ffn=expert_ffn,
-        expert_hidden=_number(config, "moe_latent_size", default=0) if moe else 0,
+        expert_hidden=first_number(config, "moe_latent_size", default=0) if moe else 0,
         shared_ffn=_shared_ffn(config, kind, expert_ffn) if moe else 0,
-        q_lora=_number(config, "q_lora_rank", default=0) if kv_lora else 0,
+        q_lora=first_number(config, "q_lora_rank", default=0) if kv_lora else 0,
         kv_lora=kv_lora,
         rope_dim=rope_dim,
         window=window,
@@ -246,31 +222,35 @@ def _build(config: Config, kind: str, family: _Family, name: str) -> Architectur
         max_context=positions or 1 << 20,
         learned_positions=(positions + (2 if kind == "opt" else 0)) if family.positions else 0,
     )
-    return replace(built, small_parameters=_small_parameters(config, kind, family, built))
+    return replace(built, small_parameters=small_parameters(config, kind, family, built))
 
 
 def _kv_heads(config: Config, kind: str, heads: int) -> int:
     if kind == "gpt_bigcode":
         return 1 if config.get("multi_query", True) else heads
-    if kind == "falcon" and not config.get("new_decoder_architecture"):
+    if kind == "falcon":
+        if config.get("new_decoder_architecture"):
+            return first_number(config, "num_kv_heads", default=heads)
         return 1 if config.get("multi_query", True) else heads
-    return _number(config, "num_key_value_heads", "num_kv_heads", "kv_n_heads", default=heads)
+    return first_number(config, "num_key_value_heads", "num_kv_heads", "kv_n_heads", default=heads)
 
 
 def _ffn(config: Config, kind: str, hidden: int) -> int:
     if kind == "llama4_text":
-        return _number(config, "intermediate_size_mlp", "intermediate_size")
-    if kind == "bloom":  # its config.json may have an n_inner that the model ignores
+        return first_number(config, "intermediate_size_mlp", "intermediate_size")
+    if kind in ("bloom", "mpt"):  # they ignore n_inner and expansion_ratio
         return 4 * hidden
+    if kind == "falcon":
+        return first_number(config, "ffn_hidden_size", default=4 * hidden)
     names = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
     if kind not in _QUADRUPLE:
-        return _number(config, *names)
-    return _number(config, *names, default=_number(config, "expansion_ratio", default=4) * hidden)
+        return first_number(config, *names)
+    return first_number(config, *names, default=4 * hidden)
 
 
 def _experts(config: Config) -> int:
     names = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
-    return _number(config, *names, default=0)
+    return first_number(config, *names, default=0)
 
 
 def _layer_counts(config: Config, kind: str) -> tuple[int, int, int, int]:
@@ -278,19 +258,19 @@ def _layer_counts(config: Config, kind: str) -> tuple[int, int, int, int]:
     pattern = config.get("hybrid_override_pattern")
     if isinstance(pattern, str):
         return pattern.count("*"), pattern.count("-"), pattern.count("E"), pattern.count("M")
-    layers = _number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    layers = first_number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     kinds = config.get("layer_types")
     linear = (
         sum(one in ("linear_attention", "mamba") for one in kinds) if isinstance(kinds, list) else 0
     )
     if not _experts(config):
         return layers - linear, layers, 0, linear
-    dense = min(layers, _number(config, "first_k_dense_replace", default=0))
+    dense = min(layers, first_number(config, "first_k_dense_replace", default=0))
     if "moe_layer_start_index" in config:  # ernie4_5_moe
         return layers - linear, *_ernie_layers(config, layers), linear
     if isinstance(only := config.get("mlp_only_layers"), list) and only:
         dense = len(only)
-    every = _number(config, "interleave_moe_layer_step", "decoder_sparse_step", default=1)
+    every = first_number(config, "interleave_moe_layer_step", "decoder_sparse_step", default=1)
     if every > 1:
         dense = layers - layers // every
     if isinstance(sparse := config.get("mlp_layer_types"), list):
@@ -300,15 +280,18 @@ def _layer_counts(config: Config, kind: str) -> tuple[int, int, int, int]:
 
 def _ernie_layers(config: Config, layers: int) -> tuple[int, int]:
     """Return the dense layers and those with experts of a range that begins and ends somewhere."""
-    first, every = _number(config, "moe_layer_start_index"), _number(config, "moe_layer_interval")
-    last = _number(config, "moe_layer_end_index", default=-1)
+    first, every = (
+        first_number(config, "moe_layer_start_index"),
+        first_number(config, "moe_layer_interval"),
+    )
+    last = first_number(config, "moe_layer_end_index", default=-1)
     end = layers if last == -1 else min(last + 1, layers)
     moe = max(0, end // every - first // every)  # numbers n with first < n <= end, every divides n
     return layers - moe, moe
 
 
 def _windows(config: Config, kind: str, attention: int) -> tuple[int, int]:
-    window = _number(config, "sliding_window", "attention_chunk_size", default=0)
+    window = first_number(config, "sliding_window", "attention_chunk_size", default=0)
     if not window or config.get("use_sliding_window") is False:
         return 0, 0
     kinds = config.get("layer_types")
@@ -318,7 +301,9 @@ def _windows(config: Config, kind: str, attention: int) -> tuple[int, int]:
         return window, attention - attention // 4
     if kind == "gemma2":
         return window, attention // 2
-    if every := _number(config, "sliding_window_pattern", default=6 if "gemma3" in kind else 0):
+    if every := first_number(
+        config, "sliding_window_pattern", default=6 if "gemma3" in kind else 0
+    ):
         return window, attention - attention // every
     return window, attention
 
@@ -327,10 +312,10 @@ def _shared_ffn(config: Config, kind: str, expert_ffn: int) -> int:
     if kind == "llama4_text":
         return expert_ffn
     names = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
-    if width := _number(config, *names, "shared_intermediate_size", default=0):
+    if width := first_number(config, *names, "shared_intermediate_size", default=0):
         return width
     counts = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-    return _number(config, *counts, default=0) * expert_ffn
+    return first_number(config, *counts, default=0) * expert_ffn
 
 
 def _linear_mixer(
@@ -338,88 +323,24 @@ def _linear_mixer(
 ) -> tuple[tuple[tuple[int, int], ...], int]:
     """Return the matrices of a Mamba-2 or gated delta-net layer, and its state per token."""
     if "mamba_num_heads" in config:
-        heads = _number(config, "mamba_num_heads")
-        width = heads * _number(config, "mamba_head_dim")
-        state = _number(config, "ssm_state_size")
-        groups = _number(config, "n_groups", default=1)
+        heads = first_number(config, "mamba_num_heads")
+        width = heads * first_number(config, "mamba_head_dim")
+        state = first_number(config, "ssm_state_size")
+        groups = first_number(config, "n_groups", default=8)
         return (
             (2 * width + 2 * groups * state + heads, hidden),
             (hidden, width),
         ), width * state
-    keys = _number(config, "linear_num_key_heads") * _number(config, "linear_key_head_dim")
-    heads = _number(config, "linear_num_value_heads")
-    value_dim = _number(config, "linear_value_head_dim")
+    keys = first_number(config, "linear_num_key_heads") * first_number(
+        config, "linear_key_head_dim"
+    )
+    heads = first_number(config, "linear_num_value_heads")
+    value_dim = first_number(config, "linear_value_head_dim")
     values = heads * value_dim
     return (
         (2 * keys + 2 * values + 2 * heads, hidden),
         (hidden, values),
-    ), values * _number(config, "linear_key_head_dim")
-
-
-def _small_parameters(config: Config, kind: str, family: _Family, built: Architecture) -> int:
-    """Return the parameters of norms, biases, sinks and gates."""
-    h, d = built.hidden, built.head_dim
-    norm = h * (2 if family.layer_norm and not config.get("no_bias") else 1)
-    queries, keys = built.heads * d, built.kv_heads * d
-    parts = built.attention_layers + built.linear_layers
-    if isinstance(config.get("hybrid_override_pattern"), str):
-        parts += built.dense_layers + built.moe_layers
-    count = parts * family.norms * norm + norm
-    if kind == "falcon" and config.get("new_decoder_architecture"):
-        count += built.attention_layers * norm
-    qk_norm = "head" if config.get("use_qk_norm") is True and kind == "glm4_moe" else family.qk_norm
-    count += (
-        built.attention_layers
-        * {
-            "none": 0,
-            "head": 2 * d,
-            "bias": 4 * d,
-            "full": queries + keys,
-        }[qk_norm]
-    )
-    count += built.linear_layers * _linear_mixer_parameters(config)
-    count += built.attention_layers * _attention_biases(config, kind, family, built)
-    if built.kv_lora:
-        count += built.attention_layers * (built.kv_lora + built.q_lora)
-    if family.sinks:
-        count += built.attention_layers * built.heads
-    up = (2 if built.gated else 1) * built.ffn
-    has_bias = family.network_bias or config.get("mlp_bias") is True
-    if has_bias and built.dense_layers:
-        count += built.dense_layers * (up + h)
-    if has_bias and built.moe_layers:
-        up = (2 if built.gated else 1) * built.expert_ffn
-        count += built.moe_layers * (built.experts * (up + h) + built.experts)
-    if kind in ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next") and built.shared_ffn:
-        count += built.moe_layers * h
-    if family.head_bias:
-        count += built.vocab
-    return count
-
-
-def _linear_mixer_parameters(config: Config) -> int:
-    """Return the parameters of a gated delta-net layer outside its matrices."""
-    if "linear_conv_kernel_dim" not in config:
-        return 0
-    keys = _number(config, "linear_num_key_heads") * _number(config, "linear_key_head_dim")
-    heads = _number(config, "linear_num_value_heads")
-    width, kernel = _number(config, "linear_value_head_dim"), config["linear_conv_kernel_dim"]
-    return int((2 * keys + heads * width) * kernel + 2 * heads + width)
-
-
-def _attention_biases(config: Config, kind: str, family: _Family, built: Architecture) -> int:
-    bias = family.attention_bias
-    stated = config.get("attention_bias")
-    if stated is False or config.get("no_bias"):
-        bias = "none"
-    elif stated is True:
-        bias = "qkv" if kind in ("glm", "glm4", "glm4_moe", "seed_oss") else "all"
-    qkv = (built.heads + 2 * built.kv_heads) * built.head_dim
-    if built.kv_lora:
-        if stated is not True:
-            return 0
-        return built.q_lora + built.kv_lora + built.rope_dim + built.hidden
-    return {"none": 0, "qkv": qkv, "all": qkv + built.hidden}[bias]
+    ), values * first_number(config, "linear_key_head_dim")
 
 
 @lru_cache(maxsize=1)

@@ -182,13 +182,17 @@ def shape_of_run(
 def _turns(flow: StageGraph, request: PlanRequest, assumptions: list[str]) -> int:
     """Return the turns of an episode. Completions have one."""
     if not isinstance(flow.source, PlayStage):
-        require(
-            request.turns in (None, 1) and not request.tool_s,
-            "--turns",
-            request.turns,
-            rule="is for recipes with an environment, and this one samples completions",
-            fix="Leave out --turns and --tool-seconds.",
-        )
+        for name, given in (
+            ("--turns", None if request.turns == 1 else request.turns),
+            ("--tool-seconds", request.tool_s or None),
+        ):
+            require(
+                given is None,
+                name,
+                given,
+                rule="is for recipes with an environment, and this one samples completions",
+                fix=f"Leave out {name}.",
+            )
         return 1
     if request.turns is None:
         assumptions.append(
@@ -201,7 +205,8 @@ def bounds_of_staleness(config: RunConfig, request: PlanRequest) -> tuple[int, .
     """Return the bounds of staleness to try: the user's, or those of whole steps.
 
     Raises:
-        InvalidValue: The user gave asynchrony.max_staleness, and other bounds to try.
+        InvalidValue: The user gave asynchrony.max_staleness, and other bounds to try; or a bound
+            to try that no token of the run can reach.
     """
     given = request.chosen.get("asynchrony.max_staleness")
     bounds = request.max_staleness
@@ -209,6 +214,15 @@ def bounds_of_staleness(config: RunConfig, request: PlanRequest) -> tuple[int, .
         updates = config.trainer.updates_per_step
         tried = tuple(bound_of(steps, updates) for steps in STEPS_AHEAD)
         return tried if given is None else (given,)
+    most = bound_of(config.num_steps, config.trainer.updates_per_step)
+    require(
+        max(bounds) <= most,
+        "--staleness",
+        max(bounds),
+        rule=f"allows generation to be more steps ahead than the run has (num_steps="
+        f"{config.num_steps}), so it bounds nothing",
+        fix=f"Use at most {most}. More than one or two steps ahead rarely helps.",
+    )
     require(
         given is None or given in bounds,
         "--staleness",

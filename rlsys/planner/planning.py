@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from rlsys.common.option_names import option
 from rlsys.config import RunConfig
+from rlsys.config.plan_session import request_plan
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.errors import InvalidValue
 from rlsys.planner.hardware import Cluster
@@ -88,15 +89,12 @@ def requested(answer: Answer[A]) -> Iterator[list[A]]:
     global _answer
     _answer = answer
     _answers.clear()
+    request_plan(True)
     try:
         yield _answers
     finally:
+        request_plan(False)
         _answer = None
-
-
-def is_requested() -> bool:
-    """Return whether rlsys.launch shall answer a request instead of starting the run."""
-    return _answer is not None
 
 
 def answer_request(config: RunConfig, flow: Dataflow) -> None:

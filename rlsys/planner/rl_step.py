@@ -32,6 +32,9 @@ Mode = Literal["synchronous", "one_step_off"]
 CONTEXT_STEP = 1.1  # decoding times are computed at contexts that differ by this factor
 BATCH_STEP = 1.03
 
+# Rollouts of a replica that are played at most: this number, or this multiple of those at once.
+MAX_PLAYED, PLAYED_ROUNDS = 4096, 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class RLPlan:
@@ -93,8 +96,7 @@ def replica_time(
         limit: Rows that run at once.
         kv_tokens: Tokens that the KV cache holds.
     """
-    mean = sum(lengths) / len(lengths)
-    room = max(1, min(limit, int(kv_tokens / (prompt + 0.6 * mean))))
+    room = _room(sum(lengths) / len(lengths), prompt, limit, kv_tokens)
     waiting = list(reversed(lengths))
     ends: list[float] = []  # decoding steps at which running rows end
     starts = 0.0  # sum of the steps at which running rows started
@@ -118,6 +120,40 @@ def replica_time(
             end = heapq.heappop(ends)
             starts -= started[end].pop()
     return seconds
+
+
+def _room(mean: float, prompt: float, limit: int, kv_tokens: float) -> int:
+    """Return the rows of a mean length that a replica runs at once."""
+    return max(1, min(limit, int(kv_tokens / (prompt + 0.6 * mean))))
+
+
+def _replicas_time(
+    clock: _Replica, replicas: int, workload: Workload, limit: int, kv_tokens: float, seed: int
+) -> float:
+    """Return the seconds in which the slowest replica finishes its rollouts of a step.
+
+    If a replica has many more rollouts than it runs at once, some of them are played. The time of
+    the others follows from the second half of these: the rate is constant once the first rollouts
+    have ended.
+    """
+    completions, prompt = workload.completions, workload.prompt_tokens
+    room = _room(completions.mean, prompt, limit, kv_tokens)
+    most = max(MAX_PLAYED, PLAYED_ROUNDS * room)
+    each = workload.rollouts / replicas
+    if each <= most:
+        lengths = completions.sample(workload.rollouts, seed)
+        groups = np.array_split(lengths, min(replicas, len(lengths)))
+        longest = max(range(len(groups)), key=lambda one: groups[one].max())
+        fullest = max(range(len(groups)), key=lambda one: groups[one].sum())
+        return max(
+            replica_time(clock, groups[one].tolist(), prompt, limit, kv_tokens)
+            for one in {longest, fullest}
+        )
+    half, whole = (
+        replica_time(clock, completions.sample(count, seed).tolist(), prompt, limit, kv_tokens)
+        for count in (most // 2, most)
+    )
+    return whole + (each - most) * (whole - half) / (most - most // 2)
 
 
 def generation_time(
@@ -148,16 +184,9 @@ def generation_time(
     )
     mean_row = workload.prompt_tokens + workload.completions.mean
     kv_tokens = kv_capacity(model, cluster, plan, row_tokens=mean_row, constants=constants)
-    lengths = workload.completions.sample(workload.rollouts, seed)
-    groups = np.array_split(lengths, min(replicas, len(lengths)))
     clock = _Replica(model, cluster, plan, constants)
-    longest = max(range(len(groups)), key=lambda one: groups[one].max())
-    fullest = max(range(len(groups)), key=lambda one: groups[one].sum())
     limit = plan.max_running * plan.attention_dp
-    decoding = max(
-        replica_time(clock, groups[one].tolist(), workload.prompt_tokens, limit, kv_tokens)
-        for one in {longest, fullest}
-    )
+    decoding = _replicas_time(clock, replicas, workload, limit, kv_tokens, seed)
     # a prompt is prefilled once per group on its replica
     prompts = max(1.0, workload.prompts / replicas)
     batch = min(prompts, max(1.0, 8192 / workload.prompt_tokens))

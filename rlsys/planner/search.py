@@ -279,7 +279,7 @@ def frozen_gpus(
             role.model.name,
             rule=f"needs {need / 1e9:.0f} GB, more than one {cluster.gpu.name} has; frozen models "
             "are not split",
-            fix="Use a GPU with more memory, or a smaller model.",
+            fix=f"Use {_with_memory(cluster)}, or a smaller model.",
         )
     return fixed.workers.get(role.name, 1)
 
@@ -481,5 +481,10 @@ def _nothing_fits(
             fix = f"Use {larger}, or smaller models or shorter completions."
             break
     else:
-        fix = "Use GPUs with more memory, smaller models or shorter completions."
+        fix = f"Use {_with_memory(cluster)}, smaller models or shorter completions."
     return InvalidValue("cluster", str(cluster), rule=f"has no plan: {reason}", fix=fix)
+
+
+def _with_memory(cluster: Cluster) -> str:
+    """Return the devices that a plan which does not fit needs."""
+    return "machines with more memory" if cluster.gpu.products else "GPUs with more memory"

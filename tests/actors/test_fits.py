@@ -26,6 +26,7 @@ from rlsys.config.machine import CARDS, GIB, Machine, parse_machines
 from rlsys.engines.models.model_shape import model_shape
 from rlsys.launcher.memory_estimate import cache_fault, estimate_memory
 from rlsys.launcher.rank_estimate import RankMemory
+from rlsys.planner.run_plan import Placement
 from tests.errors import invalid
 from tests.tiers import rest_slow
 
@@ -200,6 +201,27 @@ def test_the_advice_for_a_shared_card_is_a_smaller_share(
     assert short.advice.endswith("rollout.gpu_memory_frac=0.48.")
     fewer = replace(halves, rollout=replace(halves.rollout, gpu_memory_frac=0.48))
     assert checked(fewer, "1x40GiB").fits
+
+
+def test_a_colocated_rank_has_its_state_in_host_memory_and_no_activations(
+    smollm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While replicas generate, 2 GiB of weights and 4 GiB of moments of each rank are moved."""
+    config = separate(smollm)
+
+    def host_bytes(placement: Placement, gib: float, state: str = "float32") -> int:
+        ranks_of(gib, monkeypatch)
+        trainer = replace(config.trainer, **{"optimizer_state": state})
+        return (
+            checked(replace(config, placement=placement, trainer=trainer), "4x80GiB")
+            .layout.nodes[0]
+            .host_bytes
+        )
+
+    for gib in (1, 24):
+        assert host_bytes("colocated", gib) == host_bytes("separate", gib) + 2 * 6 * GIB
+    offloaded = host_bytes("colocated", 1, "cpu_float32")  # the moments are there in any case
+    assert offloaded == host_bytes("separate", 1, "cpu_float32") + 2 * 2 * GIB
 
 
 @pytest.mark.slow  # a minute for each estimate of an 8B model

@@ -145,3 +145,9 @@ def test_a_damaged_probe_counts_as_none(tmp_path: Path) -> None:
     assert saved_probe(file) is None
     save_probe(cpu_probe(), file)
     assert saved_probe(file) == cpu_probe()
+
+
+@pytest.mark.parametrize("text", ["8xRTX9999", "8x24GiB", "2xxCPU", "٢xCPU", "٢xH100"])
+def test_a_name_that_is_refused_is_shown_as_the_user_wrote_it(text: str) -> None:
+    with invalid("cluster", text):
+        chosen_cluster(f" {text} ", None, no_nodes)

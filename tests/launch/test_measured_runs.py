@@ -246,3 +246,61 @@ def test_a_run_on_unknown_gpus(tmp_path: Path) -> None:
     path = recorded(tmp_path / "a", settings=on_gpus, has_record=False)
     with invalid("--calibrate", str(path)):
         measured_run(path)
+
+
+def with_run_id(path: Path, run_id: str) -> Path:
+    stored = parse_json((path / "config.json").read_text())
+    (path / "config.json").write_text(dump_json({**stored, "run_id": run_id}))
+    return path
+
+
+def test_a_run_is_measured_once(tmp_path: Path) -> None:
+    first = with_run_id(recorded(tmp_path / "a"), "one")
+    copy = with_run_id(recorded(tmp_path / "b"), "one")
+    link, former = tmp_path / "link", recorded(tmp_path / "former")
+    link.symlink_to(former)  # a run of an earlier version has no run_id
+    for runs in ([first, first], [first, copy], [former, link], [former, first, copy]):
+        with invalid("--calibrate", [str(one) for one in runs[-2:]]):
+            main(["--calibrate", *map(str, runs)])
+    other = with_run_id(recorded(tmp_path / "c"), "two")
+    file = tmp_path / "profile.json"
+    assert main(["--calibrate", str(first), str(other), "--profile", str(file)]) == 0
+    assert read_profile(file).training.runs == 2
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"config": 1}', '{"config": {}}', "nonsense"])
+def test_a_config_without_its_parts_is_named_with_its_run(text: str, tmp_path: Path) -> None:
+    path = recorded(tmp_path / "a")
+    (path / "config.json").write_text(text)
+    with invalid("--calibrate", str(path)) as found:
+        measured_run(path, PROBE)
+    assert "config" in found.value.rule or "nonsense" in text
+
+
+def test_a_run_without_the_shape_of_its_model_is_named(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "a", has_record=False)
+    (path / "hf" / "config.json").unlink()
+    with invalid(f"{path}: model.path", ""):
+        measured_run(path, PROBE)
+
+
+def test_the_advice_about_a_damaged_line_leads_to_no_other_refusal(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "a")
+    text = (path / "metrics.jsonl").read_text()
+    (path / "metrics.jsonl").write_text(f"nonsense{text}")
+    with invalid(f"{path / 'metrics.jsonl'}, line 1") as found:
+        measured_run(path, PROBE)
+    assert "sed" not in found.value.fix  # a removed line is a missing step
+
+
+@pytest.mark.parametrize("name", ["9xFOO", "1x2xFOO", "many"])
+@pytest.mark.parametrize("uses_gpus", [False, True])
+def test_a_cluster_that_no_planner_knows_is_named_with_its_file(
+    name: str, uses_gpus: bool, tmp_path: Path
+) -> None:
+    on_gpus = {"trainer": {"num_gpus": 1.0}, "rollout": {"num_gpus": 1.0}}
+    path = recorded(tmp_path / "a", settings=on_gpus if uses_gpus else {})
+    record = parse_json((path / "plan.json").read_text())
+    (path / "plan.json").write_text(dump_json({**record, "cluster": name}))
+    with invalid(str(path / "plan.json"), name):
+        measured_run(path, PROBE)

@@ -27,7 +27,23 @@ def test_a_cluster_is_named(text: str, nodes: int, per_node: int, gpu: str) -> N
     assert (cluster.num_nodes, cluster.per_node, cluster.gpu.name) == (nodes, per_node, gpu)
 
 
-@pytest.mark.parametrize("text", ["", "8", "0xH100", "2x0xH100", "-1xH100", "8 H100 extra"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "8",
+        "0xH100",
+        "2x0xH100",
+        "-1xH100",
+        "8 H100 extra",
+        "8xxH100",
+        "2x8xxH100",
+        "٢xH100",
+        "xH100",
+        "8xRTX9999",
+        "8x24GiB",
+    ],
+)
 def test_a_text_that_names_no_cluster_is_refused(text: str) -> None:
     with invalid("cluster", text):
         parse_cluster(text)
@@ -39,7 +55,7 @@ def test_too_many_gpus_are_refused() -> None:
 
 
 def test_an_unknown_gpu_is_refused() -> None:
-    with invalid("gpu", "FOO"):
+    with invalid("cluster", "8xFOO"):
         parse_cluster("8xFOO")
     with invalid("gpu", "H1000"):
         gpu_named("H1000")

@@ -62,6 +62,100 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2}
+HYBRID = {
+    **MAMBA,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+}
+# Settings of a type, besides its name, that change its parameters outside the matrices.
+FLAGS: list[tuple[str, dict[str, Any]]] = [
+    ("apertus", {"attention_bias": True, "mlp_bias": True}),
+    ("bitnet", {}),
+    ("bloom", {}),
+    ("cohere", {"use_qk_norm": True}),
+    ("diffllama", {}),
+    ("ernie4_5", {"use_bias": True}),
+    ("exaone4", {}),
+    ("falcon", {}),
+    ("falcon", {"bias": True, "parallel_attn": False, "multi_query": False}),
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    ("falcon", {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}),
+    ("helium", {"attention_bias": True, "mlp_bias": True}),
+    ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 3}),
+    ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 3, "expansion_ratio": 2, "no_bias": False}),
+    ("nanochat", {}),
+    ("nemotron_h", {"hybrid_override_pattern": "M-M*E", **HYBRID}),
+    ("nemotron_h", {"hybrid_override_pattern": "M-M*E", **HYBRID, "use_bias": True}),
+    ("nemotron_h", {"hybrid_override_pattern": "M-E", **HYBRID, "mlp_bias": True}),
+    ("nemotron_h", {"hybrid_override_pattern": "M*", **HYBRID, "use_conv_bias": False}),
+    ("olmo", {}),
+    ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64, "do_layer_norm_before": False}),
+    ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64, "enable_bias": False}),
+    ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64, "layer_norm_elementwise_affine": False}),
+    ("persimmon", {"qk_layernorm": False}),
+    ("phi", {"qk_layernorm": True}),
+    ("phimoe", EXPERTS),
+    ("phimoe", {**EXPERTS, "attention_bias": True, "lm_head_bias": True}),
+    ("qwen2_moe", {**QWEN_MOE, "qkv_bias": False, "shared_expert_intermediate_size": 48}),
+    ("seed_oss", {"attention_out_bias": True, "attention_bias": False, "mlp_bias": True}),
+    ("stablelm", {"qk_layernorm": True, "use_qkv_bias": True}),
+    ("stablelm", {"use_parallel_residual": True}),
+    ("starcoder2", {"use_bias": False}),
+]
+
+
+# Fields that these types derive from others.
+DERIVED = {
+    "falcon": ("head_dim",),
+    "mpt": ("num_hidden_layers",),
+    "nemotron_h": ("num_hidden_layers",),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [pytest.param(kind, changes, id=f"{kind}-{'-'.join(changes)}"[:60]) for kind, changes in FLAGS],
+)
+@pytest.mark.parametrize("is_whole", [True, False], ids=["all fields", "given fields"])
+def test_flags_change_the_parameters_as_in_transformers(
+    kind: str, changes: dict[str, Any], is_whole: bool
+) -> None:
+    """The parameters are exact, from a file with all fields and from one with those given."""
+    own = {key: value for key, value in changes.items() if key != "model_type"}
+    config = {**SIZES, "num_hidden_layers": 3, "head_dim": 16, "pad_token_id": 0, **own}
+    for name in DERIVED.get(kind, ()):
+        del config[name]
+    built = AutoConfig.for_model(kind, **config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(built)
+    expected = sum(parameter.numel() for parameter in model.parameters())
+    stored = parse_json(dump_json(built.to_dict())) if is_whole else config
+    assert architecture_from_config({**stored, "model_type": kind}).parameters == expected
+
+
+def test_layers_of_a_hybrid_model_by_name() -> None:
+    letters = {**SIZES, **HYBRID, "model_type": "nemotron_h"}
+    blocks = ["mamba", "mlp", "linear_attention", "attention", "full_attention", "moe"]
+    named = architecture_from_config({**letters, "layers_block_type": blocks})
+    assert named == architecture_from_config({**letters, "hybrid_override_pattern": "M-M**E"})
+    assert (named.linear_layers, named.attention_layers, named.moe_layers) == (2, 2, 1)
+    with invalid("model.layers_block_type[1]", "conv"):
+        architecture_from_config({**letters, "layers_block_type": ["mamba", "conv"]})
+    with invalid("model.layers_block_type", "mamba"):
+        architecture_from_config({**letters, "layers_block_type": "mamba"})
+
+
+def test_a_projection_of_embeddings_is_refused() -> None:
+    config = {**SIZES, "model_type": "opt", "num_hidden_layers": 3, "ffn_dim": 96}
+    with invalid("model.word_embed_proj_dim", 32):
+        architecture_from_config({**config, "word_embed_proj_dim": 32})
+
+
 def test_the_matrices_of_a_dense_model() -> None:
     model = architecture_from_config(DENSE)
     assert model.attention == (

@@ -11,11 +11,12 @@ import pytest
 from recipes.grpo import GRPOConfig, grpo
 from recipes.grpo_gsm8k import GSM8KConfig
 from recipes.ppo import Config
-from rlsys.commands.plan_command import main, parse_lengths
+from rlsys.commands.plan_command import main
+from rlsys.commands.plan_work import parse_lengths, parse_number, parse_seconds
 from rlsys.config import DataConfig, ModelConfig, SamplingConfig
 from rlsys.config.command_line import parse
 from rlsys.planner.hardware import parse_cluster
-from rlsys.planner.lengths import lognormal
+from rlsys.planner.lengths import MAX_TOKENS, lognormal
 from rlsys.planner.plan_request import PlanRequest
 from rlsys.planner.plan_settings import configured, plan_of
 from rlsys.planner.planning import plan_run
@@ -82,9 +83,55 @@ def test_lengths() -> None:
     assert lengths.maximum == 8192
     assert lengths.mean == pytest.approx(3000, rel=0.01)
     assert parse_lengths("512").mean == 512
-    for text in ("mean=3000", "mean=x,max=2", "0", "average=1,max=2"):
+    for text in ("mean=3000", "average=1,max=2", "mean=1,mean=1,max=2", "mean=1,max"):
         with invalid("completion_tokens", text):
             parse_lengths(text)
+
+
+@pytest.mark.parametrize("spread", ["0.01", "0.8", "3"])
+@pytest.mark.parametrize("mean", [1, 2, 300, 8000, 8192])
+def test_lengths_of_every_spread_have_values_from_one_to_the_maximum(
+    spread: str, mean: int
+) -> None:
+    lengths = parse_lengths(f"mean={mean},max=8192,spread={spread}")
+    assert 1 <= min(lengths.quantiles) <= lengths.mean <= max(lengths.quantiles) <= 8192
+
+
+@pytest.mark.parametrize("text", ["0", "x", "-1", "1e3", "٢", "1" * 5000, "", "1.5"])
+def test_a_maximum_that_is_no_number_is_named(text: str) -> None:
+    with invalid("completion_tokens.max", text):
+        parse_lengths(f"mean=1,max={text}")
+
+
+@pytest.mark.parametrize("text", ["0", "0.5", "1.2.3", ".", "nan", "inf", "9" * 400, "1e-300", "٢"])
+def test_a_mean_that_is_no_number_is_named(text: str) -> None:
+    with invalid("completion_tokens.mean", text):
+        parse_lengths(f"mean={text},max=8")
+    with invalid("--prompt-tokens", text):
+        parse_number("--prompt-tokens", text, 1, MAX_TOKENS)
+
+
+@pytest.mark.parametrize(("text", "value"), [("0", 0.0), ("100", 100.0), ("x", "x")])
+def test_a_spread_out_of_range_is_named(text: str, value: float | str) -> None:
+    with invalid("completion_tokens.spread", value):
+        parse_lengths(f"mean=4,max=8,spread={text}")
+
+
+def test_seconds_of_a_tool() -> None:
+    assert [parse_seconds(text) for text in ("mean=2", "2.5", ".5", "0")] == [2.0, 2.5, 0.5, 0.0]
+    for text in ("1.2.3", "9" * 400, "86401", "-1", "٢"):
+        with invalid("--tool-seconds", text):
+            parse_seconds(text)
+    for text in ("max=2", "mean=2,mean=2"):
+        with invalid("--tool-seconds", text):
+            parse_seconds(text)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "x", "1.5", "٢", "1_000", "9" * 5000])
+@pytest.mark.parametrize("name", ["--turns", "--shown"])
+def test_a_count_that_is_no_number_is_named(name: str, text: str) -> None:
+    with invalid(name, text):
+        main(["recipe.py", "--cluster", "1x8xH100", f"{name}={text}"])
 
 
 @pytest.mark.parametrize(
@@ -95,7 +142,7 @@ def test_lengths() -> None:
         (["--cluster", "1x8xH100", "--model.path", "nobody/knows"], "model.path"),
         (
             ["--cluster", "1x8xH100", "--completion-tokens", "mean=9e9,max=8"],
-            "completion_tokens",
+            "completion_tokens.mean",
         ),
     ],
 )

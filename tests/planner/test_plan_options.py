@@ -14,7 +14,7 @@ from recipes.grpo import GRPOConfig, grpo
 from recipes.grpo_gsm8k import GSM8KConfig
 from recipes.ppo import Config, PPOConfig, ppo
 from rlsys.commands import plan_command
-from rlsys.commands.plan_command import main, without_option
+from rlsys.commands.plan_command import main, without_options
 from rlsys.config import (
     AsyncConfig,
     DataConfig,
@@ -24,6 +24,7 @@ from rlsys.config import (
     TrainerConfig,
 )
 from rlsys.config.command_line import parse
+from rlsys.config.plan_session import plan_session
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.planner.hardware import GB, parse_cluster
 from rlsys.planner.lengths import lognormal
@@ -66,6 +67,7 @@ def configuration(model: Mapping[str, Any] | None = None, **changes: Any) -> GRP
     )
 
 
+BOUND = "asynchrony.max-staleness"
 FILE = """
 group_size = 8
 [trainer]
@@ -337,6 +339,58 @@ def test_the_prediction_of_a_run_has_its_options() -> None:
     assert "adapters" in need.breakdown
 
 
-def test_an_option_is_left_out_of_arguments() -> None:
+def test_options_of_planning_are_left_out_of_arguments() -> None:
     given = ["--a", "1", "--config", "x.toml", "--config=y.toml", "--b"]
-    assert without_option(given, "config") == ["--a", "1", "--b"]
+    assert without_options(given) == ["--a", "1", "--b"]
+    given = ["--plan", "auto", "--dry_run", "--a", "1", "--dry-run", "8xH100", "--resume", "--b=2"]
+    assert without_options([*given, "--resume=auto", "--plan=again"]) == ["--a", "1", "--b=2"]
+
+
+@pytest.mark.parametrize("name", ["num-minibatches", "num-epochs"])
+def test_a_recipe_with_many_updates_is_planned_with_bounds_that_allow_them(
+    name: str, plannings: list[RunPlanning], capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ["--cluster", "1x2xH100", "--simulate", "0"]
+    options = [*MODEL, *SMALL, f"--trainer.{name}", "4"]
+    assert main([str(ROOT / "recipes/grpo_gsm8k.py"), *own, *WORK, *options]) == 0
+    assert plannings[0].bounds == (3, 7, 11)
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    config = parse(GSM8KConfig, command[2:]).config
+    assert config.asynchrony.max_staleness in (3, 7, 11)
+    # a value of the user is checked
+    with pytest.raises(SystemExit):
+        main([str(ROOT / "recipes/grpo_gsm8k.py"), *own, *options, f"--{BOUND}", "1"])
+    assert BOUND.replace("-", "_") in capsys.readouterr().err
+    ahead = configuration(
+        trainer=TrainerConfig(num_minibatches=4), asynchrony=AsyncConfig(max_staleness=7)
+    )
+    with invalid("asynchrony.max_staleness", 1):
+        planned(ahead, max_staleness=[1])
+
+
+def test_a_run_without_a_plan_needs_a_bound_that_allows_its_updates() -> None:
+    options = [*MODEL, *SMALL, "--trainer.num-minibatches", "4"]
+    with pytest.raises(SystemExit):
+        parse(GSM8KConfig, options)
+    with plan_session() as session:
+        found = parse(GSM8KConfig, [*options, "--plan", "auto"]).config
+        assert found.asynchrony.max_staleness == 3
+        assert session.must_plan
+
+
+def test_a_bound_beyond_the_steps_of_the_run_is_refused() -> None:
+    config = configuration(num_steps=10)
+    assert planned(config, max_staleness=[10])[0].bounds == (10,)
+    with invalid("--staleness", 11):
+        planned(config, max_staleness=[0, 11])
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "value"),
+    [("--turns", {"turns": 2}, 2), ("--tool-seconds", {"tool_s": 2.0, "turns": 1}, 2.0)],
+)
+def test_an_option_of_environments_is_named_where_there_is_none(
+    name: str, changes: dict[str, Any], value: float
+) -> None:
+    with invalid(name, value):
+        planned(configuration(), **changes)

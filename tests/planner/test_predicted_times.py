@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlsys.planner import rl_step
 from rlsys.planner.architecture import Architecture
 from rlsys.planner.decode_time import decode_step_time, prefill_time
 from rlsys.planner.hardware import cluster_of, gpu_named, parse_cluster
@@ -315,3 +316,34 @@ def test_importing_the_planner_is_cheap() -> None:
         "assert not {'torch', 'ray', 'transformers'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
+@pytest.mark.parametrize("max_running", [16, 256])
+def test_many_rollouts_of_a_replica_take_the_time_of_all_of_them(
+    max_running: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of the rollouts is played, and gives the time of all within 2 %."""
+    plan = GenerationPlan(max_running=max_running)
+    many = replace(STEP, prompts=1, group_size=10_000)
+    found = generation_time(LLAMA, NODE, plan, 1, many).seconds
+    monkeypatch.setattr(rl_step, "MAX_PLAYED", many.rollouts)
+    assert found == pytest.approx(generation_time(LLAMA, NODE, plan, 1, many).seconds, rel=0.02)
+
+
+def test_the_work_of_a_prediction_does_not_grow_with_the_rollouts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    played: list[int] = []
+
+    def replica_time(replica: object, lengths: list[float], *_: object) -> float:
+        played.append(len(lengths))
+        return float(len(lengths))
+
+    monkeypatch.setattr(rl_step, "replica_time", replica_time)
+    times = [
+        generation_time(LLAMA, NODE, GenerationPlan(), 8, replace(STEP, group_size=size)).breakdown
+        for size in (10**6, 10**8)
+    ]
+    assert max(played) == rl_step.MAX_PLAYED
+    # a replica takes a second for each of its rollouts
+    assert times[1]["decoding"] == pytest.approx(100 * times[0]["decoding"])

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlsys.planner.cpu_device import cpu_cluster
 from rlsys.planner.hardware import Cluster, parse_cluster
 from rlsys.planner.lengths import fixed, lognormal
 from rlsys.planner.model_config import named_model
@@ -24,6 +25,7 @@ from rlsys.planner.search import (
     training_plans,
 )
 from tests.errors import invalid
+from tests.planner.cpu_examples import cpu_probe
 
 QWEN = named_model("Qwen3-8B")  # 32 heads, 8 KV heads, 36 layers, width 12288
 
@@ -167,3 +169,10 @@ def test_lengths_beyond_the_context_are_refused() -> None:
     work = replace(shape().workload, completions=fixed(1 << 20))
     with invalid("workload.completion_tokens"):
         search(replace(shape(), workload=work), cluster())
+
+
+def test_cores_without_room_are_not_advised_to_use_gpus() -> None:
+    cores = cpu_cluster(cpu_probe(), "float32", 1, 2)
+    with invalid("cluster", "1x2xCPU") as found:
+        search(shape(model="Llama-3.1-405B"), cores)
+    assert "GPU" not in str(found.value)
