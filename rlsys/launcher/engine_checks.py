@@ -36,15 +36,15 @@ def check_engine(config: RunConfig, shape: ModelShape, mistakes: ErrorCollector)
 
 
 def _check_model_options(config: RunConfig, shape: ModelShape) -> None:
-    """Check rollout.vllm and the method of speculation against the model and the longest sequence.
+    """Check an engine of vLLM and its options against the model and the longest sequence.
 
     Raises:
         InvalidValue: They do not fit.
     """
-    if config.rollout.vllm or config.rollout.speculation:
+    if config.rollout.engine == "vllm":
         num_tokens = config.data.max_prompt_tokens + config.sampling.max_tokens
         longest = min(num_tokens, shape.max_context)
-        check_model_options(config.rollout, shape.config, max_context=longest)
+        check_model_options(config.rollout, config.model.path, shape.config, max_context=longest)
 
 
 def _check_draft(rollout: RolloutConfig, shape: ModelShape) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, Qwen3Config
+from transformers import DeepseekV3Config, Gemma3TextConfig, Qwen3Config
 
 from recipes.ppo import PPOConfig, ppo
 from rlsys.algorithms import clipped_surrogate, corrected, reinforce, tis, with_kl
@@ -32,6 +32,7 @@ from rlsys.launcher.tiny_models import build_tiny_model
 from tests.errors import invalid
 
 PROXIMAL = clipped_surrogate(0.2, 0.28, denominator="proximal")
+PATH = "models/policy"
 FP8_KEYS = RolloutConfig(engine="vllm", vllm={"kv_cache_dtype": "fp8"})
 
 
@@ -194,7 +195,7 @@ def test_limits_that_no_sequence_fits_are_refused(
 
     def check(number: int) -> None:
         rollout = RolloutConfig(engine="vllm", vllm={**options, field: number})
-        check_model_options(rollout, Qwen3Config(num_hidden_layers=2), max_context=512)
+        check_model_options(rollout, PATH, Qwen3Config(num_hidden_layers=2), max_context=512)
 
     check(enough)
     if too_little is not None:
@@ -205,18 +206,26 @@ def test_limits_that_no_sequence_fits_are_refused(
 def test_blocks_of_other_layers_are_left_to_the_engine() -> None:
     """Layers with a window need fewer blocks, and linear layers have larger ones."""
     rollout = RolloutConfig(engine="vllm", vllm={"num_gpu_blocks_override": 2})
-    check_model_options(rollout, Gemma3TextConfig(), max_context=512)
+    check_model_options(rollout, PATH, Gemma3TextConfig(), max_context=512)
     with invalid("rollout.vllm.num_gpu_blocks_override", 1):
         check_model_options(
             replace(rollout, vllm={"num_gpu_blocks_override": 1}),
+            PATH,
             Gemma3TextConfig(),
             max_context=512,
         )
 
 
+def test_latent_attention_needs_a_gpu_or_another_engine() -> None:
+    latent = DeepseekV3Config()
+    check_model_options(RolloutConfig(engine="vllm", num_gpus=1), PATH, latent, max_context=512)
+    with invalid("model.path", PATH):
+        check_model_options(RolloutConfig(engine="vllm"), PATH, latent, max_context=512)
+
+
 def test_drafts_of_the_models_own_layers_need_such_layers() -> None:
     rollout = RolloutConfig(engine="vllm", speculation={"method": "mtp"})
-    check_model_options(rollout, Qwen3Config(num_nextn_predict_layers=1), max_context=512)
+    check_model_options(rollout, PATH, Qwen3Config(num_nextn_predict_layers=1), max_context=512)
     for config in (Qwen3Config(), Qwen3Config(num_nextn_predict_layers=0)):
         with invalid("rollout.speculation.method", "mtp"):
-            check_model_options(rollout, config, max_context=512)
+            check_model_options(rollout, PATH, config, max_context=512)

@@ -59,6 +59,7 @@ from rlsys.engines.generation.stopping import (
     text_decoder,
 )
 from rlsys.engines.generation.vllm.vllm_leftovers import ProcessSupervisor, unlink_shared_files
+from rlsys.engines.generation.vllm.vllm_model_options import check_runs_on_cpu
 from rlsys.engines.generation.vllm.vllm_process import end_vllm, start_vllm
 from rlsys.engines.generation.vllm.vllm_requests import (
     adapter_request,
@@ -373,6 +374,8 @@ class VLLMEngine:
 
     def _read_config(self) -> None:
         model, draft = meta_model(self._path), self._rollout.draft
+        if not self._rollout.num_gpus:
+            check_runs_on_cpu(self._path, model.config)
         for policy in self._policies:
             lora = policy.lora
             policy.shapes = model_tensors(model) if lora is None else factor_tensors(model, lora)

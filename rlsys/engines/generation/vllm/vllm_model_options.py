@@ -26,14 +26,34 @@ MTP_WITHOUT_FIELD = ("longcat", "step3p", "dots3", "mimo_v2", "gemma4")
 OTHER_STATE = ("mamba", "ssm", "linear_", "conv", "recurrent", "lru_", "block_type", "hybrid")
 
 
-def check_model_options(rollout: RolloutConfig, config: Any, *, max_context: int) -> None:
+def check_runs_on_cpu(path: str, config: Any) -> None:
+    """Check that vLLM's kernels for CPUs compute the model in `path` correctly.
+
+    Raises:
+        InvalidValue: They do not.
+    """
+    require(
+        not getattr(config.get_text_config(), "kv_lora_rank", None),
+        "model.path",
+        path,
+        rule="vLLM's CPU kernels rotate latent attention wrongly",
+        fix="Use rollout.engine=torch, or a GPU.",
+    )
+
+
+def check_model_options(
+    rollout: RolloutConfig, path: str, config: Any, *, max_context: int
+) -> None:
     """Check the options of an engine against the Hugging Face configuration of its model.
 
     `max_context` is the largest number of tokens of a prompt and its completion.
 
     Raises:
-        InvalidValue: The model has no MTP layers, or a sequence of that length cannot run.
+        InvalidValue: vLLM cannot run the model on CPUs, the model has no MTP layers, or a sequence
+            of that length cannot run.
     """
+    if not (rollout.num_gpus or rollout.urls):
+        check_runs_on_cpu(path, config)
     draft = rollout.draft
     if draft is not None and draft.method == "mtp":
         require(
