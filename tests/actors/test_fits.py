@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from transformers import LlamaConfig, Qwen3Config
@@ -209,9 +209,10 @@ def test_a_colocated_rank_has_its_state_in_host_memory_and_no_activations(
     """While replicas generate, 2 GiB of weights and 4 GiB of moments of each rank are moved."""
     config = separate(smollm)
 
-    def host_bytes(placement: Placement, gib: float, state: str = "float32") -> int:
+    def host_bytes(placement: Placement, gib: float, *, is_moved: bool = False) -> int:
         ranks_of(gib, monkeypatch)
-        trainer = replace(config.trainer, **{"optimizer_state": state})
+        state: Literal["float32", "cpu_float32"] = "cpu_float32" if is_moved else "float32"
+        trainer = replace(config.trainer, optimizer_state=state)
         return (
             checked(replace(config, placement=placement, trainer=trainer), "4x80GiB")
             .layout.nodes[0]
@@ -220,8 +221,8 @@ def test_a_colocated_rank_has_its_state_in_host_memory_and_no_activations(
 
     for gib in (1, 24):
         assert host_bytes("colocated", gib) == host_bytes("separate", gib) + 2 * 6 * GIB
-    offloaded = host_bytes("colocated", 1, "cpu_float32")  # the moments are there in any case
-    assert offloaded == host_bytes("separate", 1, "cpu_float32") + 2 * 2 * GIB
+    offloaded = host_bytes("colocated", 1, is_moved=True)  # the moments are there in any case
+    assert offloaded == host_bytes("separate", 1, is_moved=True) + 2 * 2 * GIB
 
 
 @pytest.mark.slow  # a minute for each estimate of an 8B model
