@@ -210,7 +210,7 @@ def trained(path: Path, layout: ParallelLayout, rank: int) -> Step:
     parameters = engine._parameters
     num_tokens = sum(len(row.token_ids) for row in rows())
     copies = {name: one.grad.detach().clone() for name, one in parameters.items()}
-    engine._add_up(list(parameters.values()))
+    engine._gradients.add_up(list(parameters.values()))
     gradient = {name: whole(one.grad) / num_tokens for name, one in parameters.items()}
     for name, one in parameters.items():  # as the step does once more
         one.grad.copy_(copies[name])

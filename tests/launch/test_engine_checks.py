@@ -164,7 +164,12 @@ def test_adapters_of_a_mixture_of_experts_need_a_gpu() -> None:
 def check_sizes(rollout: RolloutConfig, **sizes: int) -> None:
     """Check the options for a model of these sizes."""
     text = SimpleNamespace(**sizes)
-    config: Any = SimpleNamespace(rollout=rollout, data=DataConfig(), sampling=SamplingConfig())
+    config: Any = SimpleNamespace(
+        rollout=rollout,
+        data=DataConfig(),
+        sampling=SamplingConfig(),
+        model=SimpleNamespace(path=PATH),
+    )
     own = SimpleNamespace(get_text_config=lambda: text)
     shape: Any = SimpleNamespace(config=own, max_context=512)
     mistakes = ErrorCollector()
