@@ -142,7 +142,8 @@ def _check_servers(
                 check_servers,
                 urls,
                 plain_config(shape.config),
-                max_context,
+                dtype=config.model.dtype,
+                max_context=max_context,
                 num_first=config.rollout.num_first,
             )
         )

@@ -32,7 +32,10 @@ class FakeWorker(ServerCalls):
 
     def __init__(self, config: Any, *, max_context: int, is_remote: bool) -> None:
         self.model_config: Any = SimpleNamespace(
-            logprobs_mode="processed_logprobs", hf_config=config, max_model_len=max_context
+            logprobs_mode="processed_logprobs",
+            hf_config=config,
+            dtype=torch.float32,
+            max_model_len=max_context,
         )
         self.scheduler_config: Any = SimpleNamespace(policy="fcfs")
         self.is_remote = is_remote

@@ -55,7 +55,7 @@ def run(work: Callable[[], Awaitable[Any]]) -> Any:
 
 async def check(config: Any, *urls: str, num_first: int | None = None) -> None:
     num = len(urls) if num_first is None else num_first
-    await check_servers(urls, plain_config(config), 64, num_first=num)
+    await check_servers(urls, plain_config(config), dtype="float32", max_context=64, num_first=num)
 
 
 def checked(config: Any, **changes: Any) -> None:
@@ -367,10 +367,19 @@ def test_an_address_without_a_server_is_waited_for(config: Any) -> None:
 def test_a_difference_beyond_the_first_is_counted(config: Any) -> None:
     own = {f"field_{number}": number for number in range(20)}
     served = vllm_server_checks.ServedModel(
-        process="p", config={}, max_context=64, has_priorities=False
+        process="p", config={}, dtype="float32", max_context=64, has_priorities=False
     )
     with invalid("rollout.urls") as found:
-        check_served("http://a", served, own, 64)
+        check_served("http://a", served, own, dtype="float32", max_context=64)
     num_shown = vllm_server_checks.MAX_DIFFERENCES
     assert found.value.rule.count(" instead of ") == num_shown
     assert found.value.rule.endswith(f"and {20 - num_shown} more")
+
+
+def test_a_server_in_another_precision_is_refused() -> None:
+    served = vllm_server_checks.ServedModel(
+        process="p", config={}, dtype="bfloat16", max_context=64, has_priorities=False
+    )
+    check_served("http://a", served, {}, dtype="bfloat16", max_context=64)
+    with invalid("rollout.urls", "http://a"):
+        check_served("http://a", served, {}, dtype="float32", max_context=64)

@@ -77,6 +77,7 @@ class ServerCalls:
             "process": self._process,
             "logprobs_mode": str(worker.model_config.logprobs_mode),
             "config": config,
+            "dtype": str(worker.model_config.dtype).removeprefix("torch."),
             "max_context": worker.model_config.max_model_len,
             "has_priorities": str(worker.scheduler_config.policy) == "priority",
         }

@@ -36,6 +36,7 @@ HELLO: Mapping[str, type] = {
     "process": str,
     "logprobs_mode": str,
     "config": dict,
+    "dtype": str,
     "max_context": int,
     "has_priorities": bool,
 }
@@ -49,12 +50,14 @@ class ServedModel:
     Attributes:
         process: Id of the engine's process. Two addresses of one server have the same.
         config: Fields of the model's configuration, as `plain_config` returns them.
+        dtype: Precision of the weights and of the computation.
         max_context: Longest prompt and completion together, in tokens.
         has_priorities: Whether the server orders waiting requests by priority.
     """
 
     process: str
     config: Mapping[str, Any]
+    dtype: str
     max_context: int
     has_priorities: bool
 
@@ -81,9 +84,9 @@ async def read_served(client: ServerClient) -> ServedModel:
 
 
 def check_served(
-    url: str, served: ServedModel, config: Mapping[str, Any], max_context: int
+    url: str, served: ServedModel, config: Mapping[str, Any], *, dtype: str, max_context: int
 ) -> None:
-    """Raise InvalidValue unless a server has the model of this configuration and enough context.
+    """Raise InvalidValue unless a server has this model in this precision and enough context.
 
     `config` is a result of `plain_config`.
     """
@@ -100,6 +103,13 @@ def check_served(
         fix="Start it with the model of the run.",
     )
     require(
+        served.dtype == dtype,
+        FIELD,
+        url,
+        rule=f"the server computes in {served.dtype}, and model.dtype is {dtype}",
+        fix=f"Start it with --dtype {dtype}.",
+    )
+    require(
         served.max_context >= max_context,
         FIELD,
         url,
@@ -111,9 +121,14 @@ def check_served(
 
 
 async def check_servers(
-    urls: Sequence[str], config: Mapping[str, Any], max_context: int, *, num_first: int
+    urls: Sequence[str],
+    config: Mapping[str, Any],
+    *,
+    dtype: str,
+    max_context: int,
+    num_first: int,
 ) -> None:
-    """Check that servers can be replicas of a model with this configuration, all at a time.
+    """Check that servers can be replicas of a model in this precision, all at a time.
 
     The first `num_first` must answer. The others may start later, so that only their process is
     compared with those of the others.
@@ -127,7 +142,7 @@ async def check_servers(
         with mistakes.collect():
             if isinstance(answer, InvalidValue):
                 raise answer
-            check_served(url, answer, config, max_context)
+            check_served(url, answer, config, dtype=dtype, max_context=max_context)
     first: dict[str, str] = {}
     for url, answer in zip(urls, answers, strict=True):
         if isinstance(answer, InvalidValue):
@@ -221,6 +236,7 @@ async def _hello(client: ServerClient) -> ServedModel:
     return ServedModel(
         process=hello["process"],
         config=hello["config"],
+        dtype=hello["dtype"],
         max_context=hello["max_context"],
         has_priorities=hello["has_priorities"],
     )

@@ -109,7 +109,13 @@ class ServerEngine:
         config = await asyncio.to_thread(self._read_config)
         self._served = await read_served(self._client)
         longest = min(self._max_context, context_length(config))
-        check_served(self._client.url, self._served, plain_config(config), longest)
+        check_served(
+            self._client.url,
+            self._served,
+            plain_config(config),
+            dtype=self._dtype,
+            max_context=longest,
+        )
         await self._client.json("POST", "/resume")  # an earlier client may have died in a pause
         await self._client.json("POST", "/abort_requests", {})
         await self._start_worker()
