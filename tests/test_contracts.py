@@ -135,6 +135,15 @@ def test_who_has_no_model_starts_without_its_packages() -> None:
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=300)
 
 
+@pytest.mark.parametrize(
+    "module",
+    ["store.store_actor", "trainer.memory_checkpoints", "workers.reward_actor", "cluster.calls"],
+)
+def test_processes_without_tensors_start_without_torch(module: str) -> None:
+    program = f"import sys, actors.{module}\nassert 'torch' not in sys.modules\n"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=300)
+
+
 def test_optional_packages_stand_in_one_place_each() -> None:
     found = {
         (path.name, name)

@@ -17,8 +17,9 @@ from rlsys.common.async_condition import AsyncCondition
 from rlsys.common.safe_json import dump_json
 from rlsys.common.supervision import TRAINER_OPERATIONS, retried
 from rlsys.config import RunConfig
-from rlsys.controller import Controller, OpenWork
+from rlsys.controller.controller import Controller
 from rlsys.controller.generation_loop import PromptQueue
+from rlsys.controller.state import OpenWork
 from rlsys.controller.trainer_group import TrainerGroup
 from rlsys.controller.worker_protocols import Fleet, Replica, ReplicaDied, TrainerDied
 from rlsys.data.completions import encode_examples

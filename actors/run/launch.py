@@ -25,7 +25,8 @@ from rlsys.common.user_functions import FunctionFailed
 from rlsys.config import RunConfig
 from rlsys.config.fields import leaf_defaults, to_dict
 from rlsys.config.toml_document import comment, stdout_to_stderr
-from rlsys.controller import RewardsFailed, StallError
+from rlsys.controller.controller import StallError
+from rlsys.controller.failures import RewardsFailed
 from rlsys.controller.worker_protocols import PoolDied, ReplicaDied, RowsLost, TrainerDied
 from rlsys.data.row_source import RowSource
 from rlsys.data.swarm.external_log import check_issued

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlsys.config import RunConfig
-from rlsys.controller import Controller
+from rlsys.controller.controller import Controller
 from rlsys.metrics import EVAL_IS_BEST, STEP
 from rlsys.runs.callbacks import (
     END_S,

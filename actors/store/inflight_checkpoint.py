@@ -15,7 +15,7 @@ import numpy as np
 import ray
 
 from rlsys.common.safe_json import dump_json, parse_json
-from rlsys.controller import OpenWork
+from rlsys.controller.state import OpenWork
 from rlsys.controller.worker_protocols import FinishedRollout, RolloutText, RowsLost, StepPart
 from rlsys.dataflow.graph.stages import SEATS_COLUMN
 from rlsys.dataflow.store.blocks import BlockRef, ColumnRef, Columns

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from rlsys import metrics
 from rlsys.common.option_names import option
 from rlsys.config.parallel_layout import ParallelLayout
-from rlsys.controller import BetweenSteps
+from rlsys.controller.step_hooks import BetweenSteps
 from rlsys.controller.worker_protocols import TrainerDied
 
 from ..cluster.placement import ClusterTooSmall

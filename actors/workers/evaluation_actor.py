@@ -24,7 +24,7 @@ from rlsys import metrics
 from rlsys.common.async_condition import AsyncCondition
 from rlsys.common.supervision import EVALUATION, Decision
 from rlsys.config import RunConfig
-from rlsys.controller import BetweenSteps
+from rlsys.controller.step_hooks import BetweenSteps
 from rlsys.engines.generation.generation_protocol import EngineError
 from rlsys.environments.environment import Environment
 from rlsys.environments.workers.loop_watchdog import Blocked

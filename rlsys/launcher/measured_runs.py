@@ -16,7 +16,7 @@ from typing import Any
 from rlsys.common.safe_json import parse_json
 from rlsys.config import RunConfig
 from rlsys.config.fields import build, leaves
-from rlsys.controller import StallError
+from rlsys.controller.controller import StallError
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import Prompts
 from rlsys.errors import InvalidValue, require

@@ -20,7 +20,7 @@ from typing import Any
 
 from rlsys.config import RunConfig
 from rlsys.config.checks import MAX_SECONDS
-from rlsys.controller import Controller, OpenWork, TrainedStep
+from rlsys.controller.controller import Controller
 from rlsys.controller.simulation.event_record import Record
 from rlsys.controller.simulation.shared_cores import SharedCores
 from rlsys.controller.simulation.simulated_replicas import SimulatedFleet
@@ -37,6 +37,7 @@ from rlsys.controller.simulation.timed_workers import (
     no_tools,
 )
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
+from rlsys.controller.state import OpenWork, TrainedStep
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.run_graph import RunGraph, complete_graph
 from rlsys.dataflow.graph.stages import PlayStage

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from rlsys.config import AsyncConfig, DataConfig, RolloutConfig, RunConfig, TrainerConfig
-from rlsys.controller import Controller, OpenWork
+from rlsys.controller.controller import Controller
 from rlsys.controller.simulation.event_record import Record
 from rlsys.controller.simulation.simulated_replicas import SimulatedFleet, SimulatedReplica
 from rlsys.controller.simulation.simulated_workers import (
@@ -31,6 +31,7 @@ from rlsys.controller.simulation.simulated_workers import (
     SimulatedTrainer,
 )
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
+from rlsys.controller.state import OpenWork
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.run_graph import complete_graph
 from rlsys.dataflow.graph.stages import Prompts

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from rlsys.config import AsyncConfig
-from rlsys.controller import OpenWork
 from rlsys.controller.simulation.simulated_workers import SimulatedDisk
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
+from rlsys.controller.state import OpenWork
 from tests.controller.test_controller import World, world
 from tests.errors import error_about
 

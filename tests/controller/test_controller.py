@@ -24,7 +24,8 @@ from rlsys.config import (
     RunConfig,
     TrainerConfig,
 )
-from rlsys.controller import BetweenSteps, Controller, OpenWork, RewardsFailed, StallError
+from rlsys.controller.controller import Controller, StallError
+from rlsys.controller.failures import RewardsFailed
 from rlsys.controller.simulation.event_record import Record
 from rlsys.controller.simulation.simulated_replicas import SimulatedFleet, SimulatedReplica
 from rlsys.controller.simulation.simulated_workers import (
@@ -37,6 +38,8 @@ from rlsys.controller.simulation.simulated_workers import (
     exponential,
 )
 from rlsys.controller.simulation.virtual_time import Deadlock, run_in_virtual_time
+from rlsys.controller.state import OpenWork
+from rlsys.controller.step_hooks import BetweenSteps
 from rlsys.controller.worker_protocols import (
     Collected,
     ReplicaDied,

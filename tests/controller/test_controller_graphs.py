@@ -28,7 +28,7 @@ from rlsys.config import (
     TrainedRoleConfig,
     TrainerConfig,
 )
-from rlsys.controller import OpenWork, RewardsFailed
+from rlsys.controller.failures import RewardsFailed
 from rlsys.controller.simulation.simulated_workers import (
     SimulatedPool,
     SimulatedPrompts,
@@ -37,6 +37,7 @@ from rlsys.controller.simulation.simulated_workers import (
     exponential,
 )
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
+from rlsys.controller.state import OpenWork
 from rlsys.controller.trainer_group import TrainerGroup
 from rlsys.controller.worker_protocols import (
     ReportScores,

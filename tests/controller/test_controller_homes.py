@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.config import AsyncConfig, ClusterConfig
-from rlsys.controller import OpenWork, StallError
+from rlsys.controller.controller import StallError
 from rlsys.controller.simulation.simulated_replicas import SimulatedFleet, SimulatedReplica
 from rlsys.controller.simulation.simulated_workers import (
     SimulatedScorer,
@@ -22,6 +22,7 @@ from rlsys.controller.simulation.simulated_workers import (
     exponential,
 )
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
+from rlsys.controller.state import OpenWork
 from rlsys.controller.worker_protocols import FinishedRollout
 from rlsys.dataflow.scheduling.ledger import Ledger
 from rlsys.dataflow.store.blocks import BlockRef, layout_of

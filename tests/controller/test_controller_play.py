@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import rlsys
 from rlsys.algorithms import clipped_surrogate, token_mean
 from rlsys.config import AsyncConfig, DataConfig, TrainedRoleConfig, TrainerConfig
-from rlsys.controller import RewardsFailed
+from rlsys.controller.failures import RewardsFailed
 from rlsys.controller.simulation.simulated_replicas import SimulatedReplica
 from rlsys.controller.simulation.simulated_workers import SimulatedTrainer
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.config import AsyncConfig
-from rlsys.controller import Controller
+from rlsys.controller.controller import Controller
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.controller.state import TrainedStep
 from tests.controller.test_controller import World, colocated, world

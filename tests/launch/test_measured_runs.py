@@ -13,7 +13,7 @@ from rlsys.commands.plan_command import main
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.config import RunConfig, SamplingConfig
 from rlsys.config.fields import to_dict
-from rlsys.controller import StallError
+from rlsys.controller.controller import StallError
 from rlsys.launcher.measured_runs import measured_run
 from rlsys.planner.cpu_probe import save_probe
 from rlsys.planner.profiles import fitted_constants

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlsys.controller import RunningGroup, TrainedStep
+from rlsys.controller.state import RunningGroup, TrainedStep
 from rlsys.rewards import RewardFailure
 from rlsys.types import WeightManifest
 

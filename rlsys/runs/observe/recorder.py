@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rlsys import metrics
 from rlsys.common.async_condition import AsyncCondition
 from rlsys.common.number_text import counted
-from rlsys.controller import RunningGroup, TrainedStep
-from rlsys.controller.state import RolloutNote
+from rlsys.controller.state import RolloutNote, RunningGroup, TrainedStep
 from rlsys.dataflow.scheduling.ledger import Ledger
 from rlsys.rewards import RewardFailure
 from rlsys.runs.observe.console import RunConsole

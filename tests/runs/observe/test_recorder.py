@@ -14,8 +14,7 @@ import pytest
 
 from rlsys import metrics
 from rlsys.common.async_condition import AsyncCondition
-from rlsys.controller import RunningGroup, TrainedStep
-from rlsys.controller.state import RolloutNote
+from rlsys.controller.state import RolloutNote, RunningGroup, TrainedStep
 from rlsys.controller.worker_protocols import FinishedRollout, RolloutText
 from rlsys.dataflow.scheduling.ledger import Ledger
 from rlsys.rewards import RewardFailure
