@@ -174,7 +174,7 @@ async def _dry_run(
                 held_out=held_out,
                 warm_start=warm_start,
                 lacking=missing_notes,
-                show=phase.beside,
+                show=phase.inner,
             )
         warnings = [
             *configuration_warnings(ready),
@@ -360,7 +360,7 @@ def _prepare(
             held_out=held_out,
             warm_start=warm_start,
             check_machine=check_machine,
-            show=phase.beside,
+            show=phase.inner,
         )
     directory = stack.enter_context(
         RunDirectory.open(

@@ -34,7 +34,7 @@ from rlsys.tinker_server.server_checkpoints import (
 )
 from rlsys.types import Generation, GenerationRequest, WeightManifest
 
-from ..cluster.calls import Worker, WorkerError
+from ..cluster.calls import Worker, WorkerError, as_future
 from ..cluster.long_poll import COLLECT_WAIT_S
 from .sampler_successor import Successor
 
@@ -177,8 +177,7 @@ class RaySampler:
 
     def _worker_call(self, method: str, *args: Any) -> None:
         assert self._worker is not None
-        call = asyncio.ensure_future(self._worker.start_call(method, *args))
-        call.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+        as_future(self._worker.start_call(method, *args))
 
     async def score(self, request: ScoreRequest) -> Sequence[Scores]:
         """Return the scores of each row.
@@ -344,10 +343,7 @@ class RaySampler:
             return False
         try:
             await worker.call("take_published", manifest)
-        except (
-            FileNotFoundError,
-            DamagedWeightsError,
-        ):  # no longer published
+        except (FileNotFoundError, DamagedWeightsError):  # no longer published
             return False
         return True
 

@@ -548,8 +548,8 @@ class RayTrainerProxy:
 def send_offers(handles: Sequence[Any], offers: Sequence[Any], link: Link) -> None:
     """Let each rank start to send its offer over a link.
 
-    The other end of the link reports failures. The errors of the calls are read too, because Ray
-    logs the error of a reference that nobody reads, with its traceback.
+    The receiver reports failures of the link within its time limit. The errors of the calls are
+    retrieved too. Otherwise Ray logs them as unhandled, with a traceback.
     """
     for handle, offer in zip(handles, offers, strict=True):
         as_future(offer)

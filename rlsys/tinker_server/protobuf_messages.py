@@ -204,7 +204,7 @@ def _tensor(tensor: Any, what: str) -> Array | SparseArray:
         if any(size < 0 for size in shape) or math.prod(shape) != len(values):
             raise ValueError
         return _typed(values.reshape(shape))
-    except ValueError:  # numpy also refuses many dimensions, and huge ones beside a 0
+    except ValueError:  # numpy also refuses many dimensions, and huge sizes in an empty array
         raise ApiError(
             what,
             rule=f"it has {len(values)} values, which do not fit the shape {shape}",

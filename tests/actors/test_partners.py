@@ -119,7 +119,7 @@ def test_a_policy_that_the_replicas_serve_reserves_nothing() -> None:
 
 
 def test_a_policy_without_adapters_has_an_engine_with_whole_weights(tmp_path: Path) -> None:
-    """It plays against one whose adapters vLLM gets unmerged."""
+    """The other policy of the environment has adapters, which vLLM gets unmerged."""
     path = str(build_tiny_model(tmp_path / "m", seed=0))
     adapted = ModelConfig(path=path, lora="r8")
     config = RunConfig(model=adapted, rollout=ADAPTED, group_size=2)

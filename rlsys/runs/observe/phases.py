@@ -188,7 +188,7 @@ class Phase:
         self.start_s, self.next_sign_s = self._phases.clock(), FIRST_SIGN_S
         self._phases.updated(self)
 
-    def beside(self, name: str) -> Phase:
+    def inner(self, name: str) -> Phase:
         """Return a context that is shown in addition while it runs."""
         return self._phases.phase(name, keep=False)
 
