@@ -67,8 +67,8 @@ def apart() -> Iterator[None]:
 class Pieces:
     """Fragmented free memory of the heap, between forward and backward pass."""
 
-    MAX_SHARE = 0.2  # of used memory; releasing less is not worth the page faults of its reuse
-    MAX_BYTES = 64 << 20
+    MIN_SHARE = 0.2  # of used memory; releasing less is not worth the page faults of its reuse
+    MIN_BYTES = 64 << 20
     AS_LARGE = 0.95  # share of the largest micro-batch; after a smaller one, a larger one reuses it
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Pieces:
     def _are_many(self, used: int, free: int) -> bool:
         is_large = used >= self.AS_LARGE * self._most_used
         self._most_used = max(self._most_used, used)
-        return is_large and free > max(self.MAX_SHARE * used, self.MAX_BYTES)
+        return is_large and free > max(self.MIN_SHARE * used, self.MIN_BYTES)
 
 
 class _Heap(ctypes.Structure):
