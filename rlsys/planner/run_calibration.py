@@ -49,7 +49,7 @@ TRAINING_SPREAD: Final = 0.5
 DECODING_SPREAD: Final = 0.3
 HOST_SPREAD: Final = 0.7
 
-ITERATIONS: Final = 20
+ITERATIONS: Final = 100
 FACTOR_ROUNDS: Final = 2
 FIXED_ROUNDS: Final = 3
 
@@ -256,31 +256,51 @@ def fit_generation(rows: Sequence[tuple[float, float, float]]) -> tuple[float, f
     """Return the factors a and b of measured = a * kernels + b * host.
 
     Minimises the squared errors of the logarithms, over the noise between runs, plus the squared
-    logarithms of the factors, over their priors (Gauss-Newton with two unknowns).
+    logarithms of the factors, over their priors (Gauss-Newton with two unknowns). A step that
+    does not reduce this sum is halved.
 
     Args:
         rows: Seconds of kernels, of the host, and measured.
     """
     x = y = 0.0  # logarithms of the factors
     for _ in range(ITERATIONS):
-        # normal equations of the linearised problem
-        xx, yy, xy = DECODING_SPREAD**-2, HOST_SPREAD**-2, 0.0
-        gx, gy = -x * xx, -y * yy
-        for kernels, host, measured in rows:
-            first, second = math.exp(x) * kernels, math.exp(y) * host
-            total = first + second
-            error = math.log(measured / total) / NOISE**2
-            share, rest = first / total, second / total
-            gx, gy = gx + share * error, gy + rest * error
-            xx += share * share / NOISE**2
-            yy += rest * rest / NOISE**2
-            xy += share * rest / NOISE**2
-        determinant = xx * yy - xy * xy
-        step_x = (yy * gx - xy * gy) / determinant
-        step_y = (xx * gy - xy * gx) / determinant
+        step_x, step_y = _gauss_newton_step(rows, x, y)
         size = max(abs(step_x), abs(step_y), 1.0)  # a step changes a factor by at most e
-        x, y = x + step_x / size, y + step_y / size
+        step_x, step_y, before = step_x / size, step_y / size, _misfit(rows, x, y)
+        while _misfit(rows, x + step_x, y + step_y) > before:
+            step_x, step_y = step_x / 2, step_y / 2
+        x, y = x + step_x, y + step_y
+        if abs(step_x) + abs(step_y) < 1e-6:
+            break
     return math.exp(x), math.exp(y)
+
+
+def _misfit(rows: Sequence[tuple[float, float, float]], x: float, y: float) -> float:
+    """Return the sum that `fit_generation` minimises, for logarithms x and y of the factors."""
+    errors = (
+        math.log(measured / (math.exp(x) * kernels + math.exp(y) * host)) / NOISE
+        for kernels, host, measured in rows
+    )
+    return sum(error**2 for error in errors) + (x / DECODING_SPREAD) ** 2 + (y / HOST_SPREAD) ** 2
+
+
+def _gauss_newton_step(
+    rows: Sequence[tuple[float, float, float]], x: float, y: float
+) -> tuple[float, float]:
+    """Solve the normal equations of the linearised `_misfit`; return the changes of x and y."""
+    xx, yy, xy = DECODING_SPREAD**-2, HOST_SPREAD**-2, 0.0
+    gx, gy = -x * xx, -y * yy
+    for kernels, host, measured in rows:
+        first, second = math.exp(x) * kernels, math.exp(y) * host
+        total = first + second
+        error = math.log(measured / total) / NOISE**2
+        share, rest = first / total, second / total
+        gx, gy = gx + share * error, gy + rest * error
+        xx += share * share / NOISE**2
+        yy += rest * rest / NOISE**2
+        xy += share * rest / NOISE**2
+    determinant = xx * yy - xy * xy
+    return (yy * gx - xy * gy) / determinant, (xx * gy - xy * gx) / determinant
 
 
 def _with_fixed(

@@ -13,8 +13,10 @@ from rlsys.planner.hardware import parse_cluster
 from rlsys.planner.lengths import lognormal
 from rlsys.planner.model_config import named_model
 from rlsys.planner.plans import GenerationPlan, TrainingPlan, Workload
-from rlsys.planner.profiles import Constants, fitted_constants
+from rlsys.planner.profiles import NOISE, Constants, fitted_constants
 from rlsys.planner.run_calibration import (
+    DECODING_SPREAD,
+    HOST_SPREAD,
     MeasuredRun,
     SimulatedStep,
     calibrated,
@@ -130,10 +132,29 @@ def test_the_fit_of_generation_explains_its_rows(
 ) -> None:
     rows = [(one, 1.0, decoding * one + host) for one in kernels]
     a, b = fit_generation(rows)
-    assert math.isfinite(a)
-    assert math.isfinite(b)
     for one, rest, measured in rows:
         assert a * one + b * rest == pytest.approx(measured, rel=0.15)
+
+
+@given(
+    rows=st.lists(
+        st.tuples(st.floats(0.1, 10.0), st.floats(0.1, 10.0), st.floats(0.05, 60.0)),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_the_fit_of_generation_is_stationary(rows: list[tuple[float, float, float]]) -> None:
+    def misfit(x: float, y: float) -> float:
+        errors = [
+            math.log(measured / (math.exp(x) * kernels + math.exp(y) * host)) / NOISE
+            for kernels, host, measured in rows
+        ]
+        priors = (x / DECODING_SPREAD) ** 2 + (y / HOST_SPREAD) ** 2
+        return sum(error**2 for error in errors) + priors
+
+    x, y = (math.log(factor) for factor in fit_generation(rows))
+    for dx, dy in ((1e-2, 0.0), (-1e-2, 0.0), (0.0, 1e-2), (0.0, -1e-2)):
+        assert misfit(x, y) <= 1.0001 * misfit(x + dx, y + dy)
 
 
 def test_a_measured_generation_without_a_host_moves_the_kernels_only() -> None:
