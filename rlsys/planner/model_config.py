@@ -57,13 +57,6 @@ def model_types() -> tuple[str, ...]:
 def _build(config: Config, kind: str, family: Family, name: str) -> Architecture:
     hidden = first_number(config, "hidden_size", "n_embd", "d_model")
     embedded = first_number(config, "word_embed_proj_dim", default=hidden)
-    if kind == "opt" and embedded != hidden:
-        raise InvalidValue(
-            "model.word_embed_proj_dim",
-            embedded,
-            rule=f"must be the hidden size, {hidden}: projections of embeddings are not counted",
-            fix="Use another model of this type.",
-        )
     heads = first_number(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
     kv_heads = _kv_heads(config, kind, heads) if family.grouped else heads
     head_dim = first_number(config, "head_dim", default=hidden // max(heads, 1))
@@ -84,6 +77,7 @@ def _build(config: Config, kind: str, family: Family, name: str) -> Architecture
         name=name,
         hidden=hidden,
         vocab=first_number(config, "vocab_size"),
+        embedding_width=embedded if kind == "opt" and embedded != hidden else 0,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
