@@ -216,12 +216,12 @@ def mean_at(num_samples: int) -> str:
 
 def is_mean_at(name: str) -> bool:
     """Return whether a metric is a mean reward, and not an end of its interval."""
-    return re.fullmatch(r"eval/mean@\d+", name) is not None
+    return re.fullmatch(r"eval/mean@[0-9]+", name) is not None
 
 
 def num_passing(name: str) -> int:
     """Return k of the metric "eval/pass@k", and 0 for another metric."""
-    found = re.fullmatch(r"eval/pass@(\d+)", name)
+    found = re.fullmatch(r"eval/pass@([0-9]+)", name)
     return int(found[1]) if found else 0
 
 

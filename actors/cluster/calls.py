@@ -33,6 +33,7 @@ from rlsys.controller.worker_protocols import RowsLost, TrainerDied
 from rlsys.engines.generation.generation_protocol import EngineError
 
 from .local_ray import while_intact
+from .method_words import doing
 
 # Exceptions with a complete message; others are raised with the actor's traceback.
 SELF_EXPLAINING = (
@@ -66,7 +67,7 @@ HEARTBEAT_GROUP = {"heartbeat": 1}
 
 
 class WorkerError(RuntimeError):
-    """A call to an actor failed. The message names the actor, the method and the cause."""
+    """A call to an actor failed. The message names the actor, what it did, and the cause."""
 
 
 class WorkerDied(WorkerError):
@@ -209,9 +210,9 @@ class Worker:
             died.cancel()
         if not in_time:
             self.end(
-                f"{method} did not answer within {limit_s:g} s; the process hangs (see its log), "
-                "or the limit is too short (cluster.call_timeout_s, or cluster.start_timeout_s for "
-                "a start)"
+                f"it did not finish {doing(method)} within {limit_s:g} s; the process hangs (see "
+                "its log), or the limit is too short (cluster.call_timeout_s, or "
+                "cluster.start_timeout_s for a start)"
             )
         if not answer.done():
             raise self._death(method)
@@ -224,7 +225,7 @@ class Worker:
             raise self._death(method) from None
 
     def _death(self, method: str) -> WorkerDied:
-        during = f" during {method}" if method else ""  # watched, but not called
+        during = f" while {doing(method)}" if method else ""  # watched, but not called
         message = f"{self.name} died{during}: {self._cause}"
         return WorkerDied(message, worker=self.name, method=method, cause=self._cause)
 
@@ -314,8 +315,10 @@ def _unwrapped(name: str, method: str, error: RayTaskError) -> Exception:
     if isinstance(cause, SELF_EXPLAINING):
         return cause
     if isinstance(cause, RayActorError | ObjectLostError):
-        return InputLost(f"{name}.{method} was not called: {_reason(cause)}")
-    return WorkerError(f"{name}.{method} failed: {type(cause).__name__}: {cause}\n{error}")
+        return InputLost(f"{name} did not begin {doing(method)}: {_reason(cause)}")
+    return WorkerError(
+        f"{name} failed while {doing(method)}: {type(cause).__name__}: {cause}\n{error}"
+    )
 
 
 def _reason(error: BaseException) -> str:

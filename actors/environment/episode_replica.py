@@ -35,6 +35,7 @@ from rlsys.types import GenerationRequest, WeightManifest
 
 from ..cluster.calls import Worker, WorkerError, as_future, end_all
 from ..cluster.long_poll import COLLECT_WAIT_S
+from ..cluster.method_words import doing
 from ..rollout.ray_replica import DEADLY, RayReplica
 from ..store.store_shards import StoreShards
 from .environment_proxy import EnvironmentProxy
@@ -397,7 +398,7 @@ class EpisodeReplica:
         self._replica.worker.end(str(error))
         is_complete = isinstance(error, WorkerError) and self.name in str(error)
         return ReplicaDied(
-            str(error) if is_complete else f"{self.name} died during {method}: {error}"
+            str(error) if is_complete else f"{self.name} died while {doing(method)}: {error}"
         )
 
 

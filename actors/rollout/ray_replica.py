@@ -21,6 +21,7 @@ from rlsys.types import GenerationRequest, WeightManifest
 
 from ..cluster.calls import InputLost, Worker, WorkerError
 from ..cluster.long_poll import COLLECT_WAIT_S
+from ..cluster.method_words import doing
 from ..store.store_shards import StoreShards
 from ..trainer.trainer_proxy import RayTrainerProxy
 
@@ -166,5 +167,5 @@ class RayReplica:
         self.worker.end(str(error))
         is_complete = isinstance(error, WorkerError)
         return ReplicaDied(
-            str(error) if is_complete else f"{self.name} died during {method}: {error}"
+            str(error) if is_complete else f"{self.name} died while {doing(method)}: {error}"
         )

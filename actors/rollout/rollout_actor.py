@@ -23,7 +23,7 @@ from rlsys.controller.worker_protocols import (
 from rlsys.dataflow.graph.stages import EXPERTS_COLUMN
 from rlsys.dataflow.store.blocks import ColumnRef, Columns
 from rlsys.engines.generation.continuation import continued, merged
-from rlsys.engines.generation.generation_protocol import EngineStats, GenerationEngine
+from rlsys.engines.generation.generation_protocol import GenerationEngine
 from rlsys.engines.generation.shared_engine import PolicyEngines
 from rlsys.engines.generation.weight_switch import WeightSwitch
 from rlsys.environments.workers.generation_broker import Ask, GenerationBroker, Refused
@@ -43,18 +43,12 @@ from rlsys.types import (
 )
 
 from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat
-from ..cluster.gauges import (
-    ENGINE_KV_USAGE,
-    ENGINE_PREEMPTED,
-    ENGINE_RUNNING,
-    ENGINE_TOKENS,
-    ENGINE_WAITING,
-    Gauges,
-)
+from ..cluster.gauges import Gauges
 from ..cluster.long_poll import COLLECT_WAIT_S, LongPoll
 from ..store.row_transfer import recorded
 from ..store.store_actor import StoreAddress
 from ..store.store_writer import StoreWriter
+from .engine_load import EngineLoad
 
 # How long ended rollouts wait for others while the engine samples: a call costs every process about
 # a millisecond.
@@ -79,11 +73,11 @@ class PolicyRollouts:
         self,
         engine: GenerationEngine,
         tokenizer: Any,
-        gauges: Gauges,
+        load: EngineLoad,
         store: StoreAddress,
         tracer: Tracer,
     ) -> None:
-        self._gauges = gauges
+        self._load = load
         self._boundary = TokenizerBoundary(tokenizer) if tokenizer is not None else None
         self._tracer = tracer
         self._engine = engine
@@ -165,7 +159,7 @@ class PolicyRollouts:
         generations = await self._ended.gathered(GATHER_S, self._is_sampling)
         for generation in generations:
             generation.raise_failure()
-        stats = self._report_load()
+        stats = self._load.report()
         parts: list[StepPart] = []
         has_sampled = stats.num_generated_tokens > self._num_sampled
         self._num_sampled = stats.num_generated_tokens
@@ -203,24 +197,6 @@ class PolicyRollouts:
             for place, (request, generation) in enumerate(zip(requests, generations, strict=True))
         ]
         return Collected(finished=finished, parts=parts, has_sampled=has_sampled)
-
-    def _report_load(self) -> EngineStats:
-        """Return the engine's counters after reporting them to the trace and to Prometheus."""
-        stats = self._engine.stats()
-        self._tracer.counter("running", stats.num_running)
-        self._tracer.counter("waiting", stats.num_waiting)
-        self._gauges.set(ENGINE_RUNNING, stats.num_running)
-        self._gauges.set(ENGINE_WAITING, stats.num_waiting)
-        self._gauges.set(ENGINE_TOKENS, stats.num_generated_tokens)
-        self._gauges.set(ENGINE_PREEMPTED, stats.num_preempted)
-        if stats.kv_usage is not None:
-            self._tracer.counter("kv usage", stats.kv_usage)
-            self._gauges.set(ENGINE_KV_USAGE, stats.kv_usage)
-        if stats.draft_acceptance is not None:
-            self._tracer.counter("draft acceptance", stats.draft_acceptance)
-        if stats.draft_speedup is not None:
-            self._tracer.counter("draft speedup", stats.draft_speedup)
-        return stats
 
     def _recorded(self, request: GenerationRequest, generation: Generation) -> RolloutText | None:
         if not request.record:
@@ -303,7 +279,7 @@ class PolicyRollouts:
     async def serve_turns(self) -> None:
         """Raise EngineError when the engine dies (long poll)."""
         await asyncio.wait([self._serve_turns()], timeout=COLLECT_WAIT_S)
-        self._report_load()
+        self._load.report()
         if self._serve_turns().done():
             self._serve_turns().result()
 
@@ -433,10 +409,11 @@ class RolloutActor(Heartbeat, PolicyRollouts):
     ) -> None:
         made = make_engine()
         engines = made if isinstance(made, PolicyEngines) else PolicyEngines(own=made, others={})
-        super().__init__(engines.own, tokenizer, gauges, store, tracer)
+        load = EngineLoad(engines.own, tracer, gauges)
+        super().__init__(engines.own, tokenizer, load, store, tracer)
         # Episodes of environments are decoded by their workers.
         self._others = {
-            name: PolicyRollouts(engine, None, gauges, store, tracer.of(f"{name}-{tracer.process}"))
+            name: PolicyRollouts(engine, None, load, store, tracer.of(f"{name}-{tracer.process}"))
             for name, engine in engines.others.items()
         }
 

@@ -18,6 +18,7 @@ import cloudpickle
 from rlsys.config import (
     MIN_CPUS,
     JudgeConfig,
+    ModelConfig,
     RoleConfig,
     RolloutConfig,
     RunConfig,
@@ -180,7 +181,7 @@ class TrainerFactory:
 
     Attributes:
         trainer: Settings with exactly one layout.
-        initial_path: Weights of a role that has no path.
+        model: The model's settings, with the path of its first weights.
         temperature: Temperature of the log-probabilities.
         profile_dir: Where the traces of profile_steps are written.
     """
@@ -188,7 +189,7 @@ class TrainerFactory:
     config: RunConfig
     stage: TrainStage
     trainer: TrainerConfig
-    initial_path: str
+    model: ModelConfig
     temperature: float
     profile_dir: Path
 
@@ -200,15 +201,14 @@ class TrainerFactory:
         from rlsys.engines.training.fsdp_engine import FSDPEngine
         from rlsys.engines.training.ranks import init_process_group
 
-        config, role, trainer = self.config, self.stage.model.config, self.trainer
-        model = role.model if isinstance(role, TrainedRoleConfig) else config.model
+        config, model, trainer = self.config, self.model, self.trainer
         world_size = trainer.parallel.num_ranks
         device = "cuda" if trainer.num_gpus else "cpu"
         torch.set_num_threads(compute_threads(trainer.num_cpus))
         if world_size > 1:
             init_process_group(rank, world_size, host, port, device, config.cluster.call_timeout_s)
         engine: TrainingEngine = FSDPEngine(
-            model_path=model.path or self.initial_path,
+            model_path=model.path,
             trainer=trainer,
             model=model,
             loss=self.stage.loss,
@@ -242,7 +242,7 @@ class InferenceFactory:
 
     config: RunConfig
     stage: InferStage
-    initial_path: str
+    path: str
     temperature: float
 
     def __call__(self) -> Numbers:
@@ -253,7 +253,7 @@ class InferenceFactory:
         assert isinstance(role, RoleConfig)
         (column,) = self.stage.writes
         engine = InferenceEngine(
-            role.model.path or self.initial_path,
+            self.path,
             head=self.stage.model.head,
             dtype=role.model.dtype,
             device="cuda" if role.num_gpus else "cpu",
@@ -272,7 +272,7 @@ class JudgeFactory:
 
     config: RunConfig
     stage: JudgeStage
-    initial_path: str
+    path: str
     tokenizer: Any
 
     def __call__(self) -> Verdicts:
@@ -284,7 +284,7 @@ class JudgeFactory:
 
         role = self.stage.model.config
         assert isinstance(role, RoleConfig)
-        path = role.model.path or self.initial_path
+        path = self.path
         context = min(model_shape(path).max_context, role.pass_tokens)
         engine = JudgeEngine(
             self.stage,

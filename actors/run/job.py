@@ -17,6 +17,7 @@ from rlsys.common.async_condition import AsyncCondition
 from rlsys.common.safe_json import dump_json
 from rlsys.common.supervision import TRAINER_OPERATIONS, retried
 from rlsys.config import RunConfig
+from rlsys.config.model_paths import with_absolute_paths
 from rlsys.controller.controller import Controller
 from rlsys.controller.generation_loop import PromptQueue
 from rlsys.controller.state import OpenWork
@@ -522,7 +523,7 @@ class Job:
         rewards = rewards_of(self._flow, self._held_out)
         environment = environment_of(self._flow)
         factory = EvaluationFactory(
-            config=self._config,
+            config=with_absolute_paths(self._config),
             rewards=pack_rewards(rewards) if rewards else None,
             environment=pickling.dumps(environment) if environment else None,
             loss=held_out_loss(self._config, self._flow),

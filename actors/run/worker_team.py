@@ -25,6 +25,8 @@ from rlsys.common import pickling
 from rlsys.common.async_condition import AsyncCondition
 from rlsys.config import RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
 from rlsys.config.lora import Lora
+from rlsys.config.model_paths import weights_of, with_absolute_paths
+from rlsys.config.training_config import AnyModelConfig
 from rlsys.dataflow.graph.run_graph import RunGraph
 from rlsys.dataflow.graph.stages import (
     PER,
@@ -100,7 +102,7 @@ async def started_workers(
     message when a reward worker, a frozen model or a shard has died or a trainer has changed its
     layout.
     """
-    config = _with_absolute_path(config)
+    config = with_absolute_paths(config)
     lost_shards: asyncio.Queue[ShardAddress] = asyncio.Queue()
     async with contextlib.AsyncExitStack() as cleanup:
         trace_file = TraceFile(trace) if config.observe.trace else None
@@ -369,15 +371,17 @@ class _Actors:
         )
 
     def _inference_factory(self, stage: RowStage) -> InferenceFactory | JudgeFactory:
-        config = self._config
-        initial_path = str(self._checkpoints.initial_model(config.model.path))
+        role = stage.model.config
+        assert isinstance(role, RoleConfig)
+        config, path = self._config, self._weights_of(role.model)
         if isinstance(stage, JudgeStage):
-            return JudgeFactory(
-                config=config, stage=stage, initial_path=initial_path, tokenizer=self._tokenizer
-            )
+            return JudgeFactory(config=config, stage=stage, path=path, tokenizer=self._tokenizer)
         return InferenceFactory(
-            config=config, stage=stage, initial_path=initial_path, temperature=self._temperature
+            config=config, stage=stage, path=path, temperature=self._temperature
         )
+
+    def _weights_of(self, model: AnyModelConfig) -> str:
+        return weights_of(model, self._checkpoints.initial_model(self._config.model.path))
 
     @property
     def _temperature(self) -> float:
@@ -395,11 +399,13 @@ class _Actors:
 
     def _rank(self, stage: TrainStage, trainer: TrainerConfig, rank: int, place: Place) -> Worker:
         model = stage.model
+        role = model.config
+        settings = role.model if isinstance(role, TrainedRoleConfig) else self._config.model
         make_engine = TrainerFactory(
             config=self._config,
             stage=stage,
             trainer=trainer,
-            initial_path=str(self._checkpoints.initial_model(self._config.model.path)),
+            model=replace(settings, path=self._weights_of(settings)),
             temperature=self._temperature,
             profile_dir=RunFiles(Path(self._config.runs_dir, self._config.name).absolute()).profile,
         )
@@ -450,8 +456,7 @@ class _Actors:
         places = iter(place.partners)  # of partners with engines of their own
         for model in stage.partners:
             assert model.config is not None
-            initial_model = str(self._checkpoints.initial_model(config.model.path))
-            path = model.config.model.path or initial_model
+            path = self._weights_of(model.config.model)
             name = f"{model.name}-{replica.name}"
             if model.name in self._flow.engine_sharers:
                 require(
@@ -532,11 +537,3 @@ class _Actors:
 def _kill(workers: Iterable[Worker]) -> None:
     for worker in workers:
         worker.kill()
-
-
-def _with_absolute_path(config: RunConfig) -> RunConfig:
-    """Return the configuration with an absolute model path, as actors need it."""
-    path = Path(config.model.path)
-    if not path.is_dir():  # a hub name
-        return config
-    return replace(config, model=replace(config.model, path=str(path.absolute())))

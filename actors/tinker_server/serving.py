@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.config import ModelConfig
+from rlsys.config.model_paths import absolute_path, rollout_with_absolute_paths
 from rlsys.errors import InvalidValue
 from rlsys.tinker_server.api_errors import PartDied
 from rlsys.tinker_server.datum_rows import ModelLimits
@@ -123,16 +124,15 @@ def _backend(config: ServerConfig) -> RayBackend:
     path = config.model.path
     shape = model_shape(path)
     load_tokenizer(path)
-    where = str(Path(path).absolute()) if Path(path).is_dir() else path
     served = ServedModel(
         name=_name(config),
         model=ModelConfig(
-            path=where,
+            path=absolute_path(path),
             dtype=config.model.dtype,
             gradient_checkpointing=config.model.gradient_checkpointing,
         ),
         trainer=config.trainer.whole,
-        rollout=config.rollout,
+        rollout=rollout_with_absolute_paths(config.rollout),
         cluster=config.cluster,
         max_adapters=config.max_adapters,
         models_per_trainer=config.models_per_trainer,

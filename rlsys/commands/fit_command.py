@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlsys import metrics
+from rlsys.common.number_text import number
 from rlsys.common.safe_json import dump_json
 from rlsys.errors import InvalidValue
 from rlsys.evaluation.scaling import LAWS, Series, fit_sizes, read_series
@@ -52,19 +53,19 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--skip",
-        type=float,
+        type=number,
         default=0.05,
         help="fraction left out at the start; default: 0.05",
     )
     parser.add_argument(
         "--held-out",
-        type=float,
+        type=number,
         default=0.0,
         help="fraction of the run's end to predict instead of fitting, as a test; default: 0",
     )
     parser.add_argument(
         "--until",
-        type=float,
+        type=number,
         default=2.0,
         help="multiple of the compute to predict up to; default: 2",
     )
@@ -122,7 +123,7 @@ def _limits(text: str) -> Limits | None:
     if text == "none":
         return None
     try:
-        low, high = map(float, text.split(","))
+        low, high = map(number, text.split(","))
     except ValueError:
         raise InvalidValue(
             "--limits", text, rule="is not two numbers", fix="Use 0,1 or none."

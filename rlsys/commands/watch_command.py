@@ -13,6 +13,7 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlsys.common.number_text import integer
 from rlsys.runs.find_runs import checked_run, newest_run
 
 
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str]) -> None:
         "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
     )
     parser.add_argument(
-        "--port", type=int, default=0, help="port (default: a free one, which is printed)"
+        "--port", type=integer, default=0, help="port (default: a free one, which is printed)"
     )
     options = parser.parse_args(arguments)
     run = checked_run(options.run) if options.run else newest_run()

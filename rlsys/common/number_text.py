@@ -1,8 +1,32 @@
-"""Numbers in messages: counts with their unit, and measurements without false precision."""
+"""Numbers in texts: ASCII digits that users write, counts with units, and rounded measurements."""
 
 from __future__ import annotations
 
 import math
+
+
+def integer(text: str) -> int:
+    """Return an integer. Unlike int, refuse the digits of other scripts.
+
+    Raises:
+        ValueError: The text is not an integer in ASCII digits.
+    """
+    return int(_ascii(text))
+
+
+def number(text: str) -> float:
+    """Return a number. Unlike float, refuse the digits of other scripts.
+
+    Raises:
+        ValueError: The text is not a number in ASCII digits.
+    """
+    return float(_ascii(text))
+
+
+def _ascii(text: str) -> str:
+    if not text.isascii():
+        raise ValueError(f"{text!r} is not written in ASCII digits")
+    return text
 
 
 def counted(number: int, singular: str, plural: str = "") -> str:

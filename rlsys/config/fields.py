@@ -152,7 +152,7 @@ def checked(value: Any, annotation: Any, name: str) -> Any:
         return _checked_int(value, name)
     elif inner is float and type(value) in (int, float):
         return _checked_float(value, name)
-    elif inner == int | str and (type(value) is int or str(value).isdecimal()):
+    elif inner == int | str and (type(value) is int or re.fullmatch("[0-9]+", str(value))):
         return _checked_int(int(value), name)
     elif inner in (str, int | str) and isinstance(value, str):
         return _checked_text(value, name)

@@ -49,7 +49,8 @@ PER_NODE = 8
 MAX_DEVICES = 4096
 
 _MACHINES = re.compile(
-    r"(?:(\d{1,5})x)?(?:(\d{1,5})x)?(?:(\d+(?:\.\d+)?)GiB|([A-Za-z][\w-]*))", re.IGNORECASE
+    r"(?:(\d{1,5})x)?(?:(\d{1,5})x)?(?:(\d+(?:\.\d+)?)GiB|([A-Za-z][\w-]*))",
+    re.IGNORECASE | re.ASCII,
 )
 
 

@@ -117,7 +117,7 @@ MAX_ROLLOUTS = 2**22
 MAX_PROFILED_STEPS = 20
 
 # A length of time, such as 90s, 10min or 1.5h.
-TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
+TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)", re.ASCII)
 UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 # rlsys.runs.observe.trackers.tracker_kinds describes them.

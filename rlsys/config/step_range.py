@@ -6,7 +6,7 @@ import re
 
 from rlsys.errors import InvalidValue
 
-STEP_RANGE = re.compile(r"(\d+)(?::(\d+))?")
+STEP_RANGE = re.compile(r"(\d+)(?::(\d+))?", re.ASCII)
 
 
 def parse_steps(text: str, field: str, *, at_most: int) -> range:

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rlsys.common.number_text import number
 from rlsys.errors import InvalidValue
 
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
@@ -28,7 +29,7 @@ TRENDS: dict[str, Callable[[float, float], bool]] = {"rising": operator.gt, "fal
 
 CONDITION = re.compile(
     r"(?P<metric>[^\s<>=!]+)\s*(?:(?P<sign>[<>]=?)\s*(?P<bound>\S+)|\s+not\s+(?P<trend>rising|falling))"
-    r"(?:\s+for\s+(?P<count>\d+))?"
+    r"(?:\s+for\s+(?P<count>[0-9]+))?"
 )
 
 
@@ -58,7 +59,7 @@ class StopCondition:
             InvalidValue: It does not have one of the forms above.
         """
         match = CONDITION.fullmatch(text.strip())
-        bound = _number(match["bound"]) if match and match["bound"] else 0.0
+        bound = _bound(match["bound"]) if match and match["bound"] else 0.0
         count = int(match["count"] or 1) if match else 0
         if match is None or bound is None or count < 1 or (match["trend"] and not match["count"]):
             raise InvalidValue(
@@ -92,9 +93,9 @@ class StopCondition:
         return bool(earlier) and not TRENDS[self.word](best(newest), best(earlier))
 
 
-def _number(text: str) -> float | None:
+def _bound(text: str) -> float | None:
     try:
-        number = float(text)
+        bound = number(text)
     except ValueError:
         return None
-    return number if math.isfinite(number) else None
+    return bound if math.isfinite(bound) else None

@@ -53,6 +53,8 @@ class Architecture:
         name: Name for messages.
         hidden: Width of the residual stream (h).
         vocab: Rows of the embedding (V).
+        embedding_width: Width of embedding and head, if matrices project it to and from h. 0
+            otherwise.
         heads: Attention heads (a).
         kv_heads: Key-value heads (kv).
         head_dim: Width of queries and keys of a head (d).
@@ -93,6 +95,7 @@ class Architecture:
     head_dim: int
     value_dim: int
     attention_layers: int
+    embedding_width: int = 0
     dense_layers: int = 0
     moe_layers: int = 0
     linear_layers: int = 0
@@ -269,7 +272,12 @@ class Architecture:
     def head(self) -> Gemm:
         """The output embedding, or the scalar head."""
         split: Split = "none" if self.has_scalar_head else "columns"
-        return Gemm("head", self.outputs, self.hidden, split)
+        return Gemm("head", self.outputs, self.embedding_width or self.hidden, split)
+
+    @property
+    def projection_parameters(self) -> int:
+        """Parameters of the two projections between the embedding's width and h."""
+        return 2 * self.embedding_width * self.hidden
 
     @property
     def has_output_embedding(self) -> bool:
@@ -297,11 +305,12 @@ class Architecture:
 
     @cached_property
     def embedding_parameters(self) -> int:
-        """Parameters of embedding, positions and head. A tied head counts once."""
-        rows = self.vocab + self.learned_positions
+        """Parameters of embedding, projections, positions and head. A tied head counts once."""
+        rows = self.vocab
         if self.has_scalar_head or not self.tied:
             rows += self.outputs
-        return rows * self.hidden
+        width = self.embedding_width or self.hidden
+        return rows * width + self.learned_positions * self.hidden + self.projection_parameters
 
     @cached_property
     def parameters(self) -> int:
@@ -313,7 +322,8 @@ class Architecture:
         """Parameters of the matrices that one token passes, with the head."""
         idle = self.experts - self.top_k
         skipped = self.moe_layers * idle * sum(gemm.parameters for gemm in self.expert)
-        return self.layer_parameters - skipped + self.head.parameters
+        ends = self.head.parameters + self.projection_parameters
+        return self.layer_parameters - skipped + ends
 
     def attended(self, length: float) -> float:
         """Return the pairs of tokens that attention compares in a causal row of `length` tokens.

@@ -160,9 +160,9 @@ def decode_parts(
     parts["kv_cache"] = _kv_time(model, cluster, plan, batch, context, constants)
     n, k = model.head.local(plan.tp)
     parts["head"] = kernels_of(cluster.gpu).gemm(batch, n, k, "bf16") / constants["decode_gemm"]
-    if cluster.gpu.name == "H20":
+    if cluster.gpu.decode_reads:
         for name in READS:
-            parts[name] *= constants["decode_h20"]
+            parts[name] *= constants[cluster.gpu.decode_reads]
     factor = profile.of(moe=model.is_moe)
     parts = {name: seconds * factor for name, seconds in parts.items()}
     parts["host"] = profile.step_host + profile.row_host * batch / plan.attention_dp

@@ -50,6 +50,8 @@ class Gpu:
         hop_s: Latency of one rank of `domain` in a collective.
         fp32: Peak of float32 products without tensor cores in TFLOP/s.
         value_bytes: Bytes of an activation, a key or a value.
+        decode_reads: Name of the constant (profiles.py) by which reads of memory take longer in
+            decoding. "" if the measured kernels predict them.
         products: Measured (rows, width, seconds) of products, of a CPU core (cpu_device.py).
         sources: Letters of the module's list.
     """
@@ -69,6 +71,7 @@ class Gpu:
     hop_s: float = 2e-6
     fp32: float = 0.0
     value_bytes: float = 2.0
+    decode_reads: str = ""
     products: tuple[tuple[float, float, float], ...] = ()
     sources: str
 
@@ -161,7 +164,7 @@ _TABLE: Final = (
     replace(_hopper("H100-96GB-HBM2e", 94.5, 2.4), sources="t"),
     replace(_hopper("H800", CARDS["H100"], 3.35, link=160.0), sources="p"),
     _hopper("H200", CARDS["H200"], 4.8),
-    _hopper("H20", 95.6, 4.0, bf16=148.0, fp8=296.0),
+    replace(_hopper("H20", 95.6, 4.0, bf16=148.0, fp8=296.0), decode_reads="decode_h20"),
     _hopper("GH200", CARDS["GH200"], 4.0),
     _ampere("A100", CARDS["A100"], 2.039),
     _ampere("A100-40GB", CARDS["A100-40G"], 1.555),

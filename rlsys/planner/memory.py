@@ -212,7 +212,7 @@ def memory_of(
         layer += model.moe_layers * model.expert_parameters / model.layers / plan.ep / plan.etp
         value_bytes = cluster.gpu.value_bytes
         parts["gathered"] = 3 * value_bytes * layer
-        parts["gathered"] += value_bytes * model.vocab * model.hidden / plan.tp
+        parts["gathered"] += value_bytes * model.vocab * model.head.k / plan.tp
     total = sum(parts.values()) * constants["fragmentation"]
     parts["fragmentation"] = total - sum(parts.values())
     parts["context"] = constants["context_gb"] * GB

@@ -3,9 +3,9 @@
     config.json as a dict ─► architecture_from_config ─┐
     "Qwen/Qwen3-8B"       ─► named_model (data/models) ─┴► Architecture
 
-Keys differ between families: `_number` reads the first that exists. Facts that no key states (norms
-per layer, biases, tied heads by default) are in `_FAMILIES`. Its model types are those whose number
-of parameters a test compares with transformers. Others are refused.
+Keys differ between families: `first_number` reads the first that exists. Facts that no key states
+(norms per layer, biases, tied heads by default) are in model_families.py. Other model types than
+its are refused.
 """
 
 from __future__ import annotations
@@ -20,119 +20,11 @@ from rlsys.common.safe_json import parse_json
 from rlsys.errors import InvalidValue
 from rlsys.planner.architecture import Architecture
 from rlsys.planner.config_fields import first_number, text_fields
-from rlsys.planner.small_parameters import Family, qk_norm, small_parameters
+from rlsys.planner.model_families import FAMILIES, Family
+from rlsys.planner.small_parameters import qk_norm, small_parameters
 
 DATA: Final = Path(__file__).parent / "data"
 Config = Mapping[str, Any]
-
-
-_GPT: Final = Family(
-    norm_values=2,
-    attention_bias="all",
-    network_bias=True,
-    gated=False,
-    tied=True,
-    positions=True,
-    grouped=False,
-)
-_PLAIN: Final = Family()
-_QK: Final = Family(qk_norm="head")
-_GATED: Final = Family(qk_norm="head", attention_gate=True)
-_UNGATED: Final = Family(gated=False)
-_GPTJ: Final = Family(
-    norms=1, norm_values=2, network_bias=True, gated=False, head_bias=True, grouped=False
-)
-_FAMILIES: Final[dict[str, Family]] = {
-    "qwen2": Family(attention_bias="qkv"),
-    "qwen2_moe": Family(attention_bias="qkv"),
-    "qwen3": _QK,
-    "qwen3_moe": _QK,
-    "qwen3_5_text": _GATED,
-    "qwen3_5_moe_text": _GATED,
-    "qwen3_next": _GATED,
-    "hunyuan_v1_dense": _QK,
-    "glm4_moe": Family(),
-    "olmo2": Family(qk_norm="full"),
-    "olmo3": Family(qk_norm="full"),
-    "olmoe": Family(qk_norm="full"),
-    "minimax_m2": Family(qk_norm="full"),
-    "gemma": Family(tied=True),
-    "gemma2": Family(norms=4, tied=True),
-    "gemma3_text": Family(norms=4, qk_norm="head", tied=True),
-    "phi": Family(
-        norms=1,
-        norm_values=2,
-        attention_bias="all",
-        network_bias=True,
-        gated=False,
-        head_bias=True,
-    ),
-    "gpt_oss": Family(attention_bias="all", network_bias=True, sinks=True),
-    "gpt2": _GPT,
-    "opt": _GPT,
-    "gpt_neox": Family(
-        norm_values=2, attention_bias="all", network_bias=True, gated=False, grouped=False
-    ),
-    "gptj": _GPTJ,
-    "codegen": _GPTJ,
-    "gpt_bigcode": replace(_GPT, grouped=True),
-    "arcee": _UNGATED,
-    "nanochat": Family(norm_values=0, qk_norm="bare", gated=False),
-    "apertus": Family(qk_norm="head", gated=False),
-    "persimmon": Family(
-        norm_values=2,
-        qk_norm="bias",
-        attention_bias="all",
-        network_bias=True,
-        gated=False,
-        grouped=False,
-    ),
-    "mpt": Family(gated=False, tied=True, grouped=False),
-    "falcon": Family(norms=1, norm_values=2, gated=False, tied=True),
-    "nemotron": Family(norm_values=2, gated=False),
-    "nemotron_h": Family(norms=1, gated=False),
-    "stablelm": Family(norm_values=2),
-    "starcoder2": replace(_GPT, positions=False, grouped=True),
-    "cohere": Family(norms=1, tied=True),
-    "cohere2": Family(norms=1, tied=True),
-    "ernie4_5": Family(tied=True),
-    "ernie4_5_moe": Family(tied=True),
-    "smollm3": Family(tied=True),
-    "vaultgemma": Family(tied=True),
-    "youtu": Family(tied=True),
-    "bloom": replace(_GPT, positions=False, embedding_norm=True),
-    "olmo": Family(norm_values=0),
-    "exaone4": _QK,
-    "phimoe": Family(norm_values=2),
-    "glm": Family(attention_bias="qkv"),
-    "glm4": Family(norms=4, attention_bias="qkv"),
-    **dict.fromkeys(
-        (
-            "llama",
-            "mistral",
-            "ministral3",
-            "phi3",
-            "mixtral",
-            "deepseek_v2",
-            "deepseek_v3",
-            "kimi_k2",
-            "glm4_moe_lite",
-            "granite",
-            "granitemoe",
-            "granitemoeshared",
-            "seed_oss",
-            "llama4_text",
-            "flex_olmo",
-            "helium",
-            "bitnet",
-            "diffllama",
-            "solar_open",
-            "olmo_hybrid",
-            "cwm",
-        ),
-        _PLAIN,
-    ),
-}
 
 # Model types with networks of width 4 h, which their config.json need not state.
 _QUADRUPLE: Final = {"codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj"}
@@ -146,7 +38,7 @@ def architecture_from_config(config: Config, *, name: str = "") -> Architecture:
     """
     text = text_fields(config)
     kind = text["model_type"] or ""
-    family = _FAMILIES.get(kind)
+    family = FAMILIES.get(kind)
     if family is None:
         raise InvalidValue(
             "model.model_type",
@@ -159,19 +51,12 @@ def architecture_from_config(config: Config, *, name: str = "") -> Architecture:
 
 def model_types() -> tuple[str, ...]:
     """Return the model types (config.json) that the planner describes."""
-    return tuple(sorted(_FAMILIES))
+    return tuple(sorted(FAMILIES))
 
 
 def _build(config: Config, kind: str, family: Family, name: str) -> Architecture:
     hidden = first_number(config, "hidden_size", "n_embd", "d_model")
     embedded = first_number(config, "word_embed_proj_dim", default=hidden)
-    if kind == "opt" and embedded != hidden:
-        raise InvalidValue(
-            "model.word_embed_proj_dim",
-            embedded,
-            rule=f"must be the hidden size, {hidden}: projections of embeddings are not counted",
-            fix="Use another model of this type.",
-        )
     heads = first_number(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
     kv_heads = _kv_heads(config, kind, heads) if family.grouped else heads
     head_dim = first_number(config, "head_dim", default=hidden // max(heads, 1))
@@ -192,6 +77,7 @@ def _build(config: Config, kind: str, family: Family, name: str) -> Architecture
         name=name,
         hidden=hidden,
         vocab=first_number(config, "vocab_size"),
+        embedding_width=embedded if kind == "opt" and embedded != hidden else 0,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -205,7 +91,7 @@ def _build(config: Config, kind: str, family: Family, name: str) -> Architecture
         tied=family.tied if tied is None else bool(tied),
         experts=_experts(config) if moe else 0,
         attention_gate=family.attention_gate,
-        qk_norm=qk_norm(config, kind, family) != "none",
+        qk_norm=qk_norm(config, family) != "none",
         top_k=first_number(config, "num_experts_per_tok", "experts_per_token", "moe_k")
         if moe
         else 0,

@@ -3,7 +3,7 @@
     PredictedStep + StepMedians ─► compared ─► Comparison ─► lines of the closing summary
 
 A step differs from its prediction because an assumption was wrong. Each assumption is charged with
-the seconds that it adds to the work of generation, training, rewards or weights.
+the seconds that it adds to the work of generation, training, rewards, weights or the controller.
 """
 
 from __future__ import annotations
@@ -124,6 +124,16 @@ def compared(predicted: PredictedStep, measured: StepMedians) -> Comparison:
             effect_s=measured.sync_s - predicted.sync_s,
         ),
     ]
+    if measured.controller_s > 0:  # files of earlier versions lack it
+        found.append(
+            Assumption(
+                name="the controller's process",
+                predicted=predicted.controller_s,
+                measured=measured.controller_s,
+                unit="s",
+                effect_s=measured.controller_s - predicted.controller_s,
+            )
+        )
     if measured.generation_s > 0:  # actors report their work only with observe.trace
         found.append(
             Assumption(

@@ -35,6 +35,7 @@ class PredictedStep:
         generation_s: Seconds in which a replica generates, mean over replicas.
         sync_s: Seconds in which a replica loads new weights.
         reward_s: Seconds of a process for all rewards of a step.
+        controller_s: Seconds of the controller's process.
         completion_tokens: Mean length of a completion.
         simulated: Whether the controller was simulated.
     """
@@ -46,6 +47,7 @@ class PredictedStep:
     generation_s: float
     sync_s: float = 0.0
     reward_s: float = 0.0
+    controller_s: float = 0.0
     completion_tokens: float = 0.0
     simulated: bool = False
 

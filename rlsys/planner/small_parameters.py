@@ -1,156 +1,23 @@
 """Parameters of a model outside its matrices: norms, biases, sinks and gates.
 
-Facts of a model type that no key of its config.json states are in a `Family`. Flags that a type
-reads are in the tables below: a flag that a type does not read changes nothing.
+A `Family` has the facts of a model type and the flags that it reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from rlsys.planner.architecture import Architecture
 from rlsys.planner.config_fields import first_number
+from rlsys.planner.model_families import Family
 
 Config = Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """Facts of a model type that its config.json does not state.
-
-    Attributes:
-        norms: Norms of width h per layer.
-        norm_values: Parameters of a norm per width: 0, a weight, or a weight and a bias.
-        embedding_norm: Whether the embedding has a norm.
-        qk_norm: Norms of queries and keys: none, bare (without parameters), head (width d), bias
-            (width d, with a bias), or full (width of all heads).
-        attention_bias: Biases by default: none, qkv, or all.
-        network_bias: Whether feed-forward networks have biases.
-        gated: Whether feed-forward networks have a gate.
-        tied: Whether embeddings are tied if the configuration does not say so.
-        positions: Whether positions are a learned embedding.
-        sinks: Whether each head has a sink value.
-        head_bias: Whether the head has a bias.
-        attention_gate: Whether attention has a gate as wide as its queries.
-        grouped: Whether several heads may share keys and values.
-    """
-
-    norms: int = 2
-    norm_values: int = 1
-    embedding_norm: bool = False
-    qk_norm: str = "none"
-    attention_bias: str = "none"
-    network_bias: bool = False
-    gated: bool = True
-    tied: bool = False
-    positions: bool = False
-    sinks: bool = False
-    head_bias: bool = False
-    attention_gate: bool = False
-    grouped: bool = True
-
-
-# Types whose flag attention_bias adds biases to all four products, and to the first three.
-_ALL_BIASES: Final = frozenset(
-    {
-        "apertus",
-        "arcee",
-        "bitnet",
-        "cohere",
-        "cohere2",
-        "cwm",
-        "diffllama",
-        "flex_olmo",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "gpt_neox",
-        "gpt_oss",
-        "granite",
-        "granitemoe",
-        "granitemoeshared",
-        "hunyuan_v1_dense",
-        "llama",
-        "llama4_text",
-        "nanochat",
-        "nemotron",
-        "olmo",
-        "olmo2",
-        "olmo3",
-        "olmo_hybrid",
-        "olmoe",
-        "phimoe",
-        "qwen3",
-        "qwen3_5_moe_text",
-        "qwen3_5_text",
-        "qwen3_moe",
-        "qwen3_next",
-        "smollm3",
-        "vaultgemma",
-    }
-)
-_QKV_BIASES: Final = frozenset(
-    {
-        "glm",
-        "glm4",
-        "glm4_moe",
-        "helium",
-        "seed_oss",
-        "solar_open",
-    }
-)
-
-# Types with latent attention. Their flag adds biases to both compressions and to the output.
-_LATENT_BIASES: Final = frozenset(
-    {
-        "deepseek_v2",
-        "deepseek_v3",
-        "glm4_moe_lite",
-        "kimi_k2",
-        "youtu",
-    }
-)
-
-# Types whose flag mlp_bias adds biases to dense networks and to shared experts.
-_NETWORK_BIASES: Final = frozenset(
-    {
-        "arcee",
-        "cwm",
-        "deepseek_v2",
-        "granite",
-        "helium",
-        "llama",
-        "nemotron",
-        "nemotron_h",
-        "seed_oss",
-        "smollm3",
-    }
-)
-
-# Flags by which other types switch all their biases on or off, and their defaults.
-_BIAS_FLAGS: Final = {
-    "ernie4_5": ("use_bias", False),
-    "ernie4_5_moe": ("use_bias", False),
-    "falcon": ("bias", False),
-    "opt": ("enable_bias", True),
-    "starcoder2": ("use_bias", True),
-}
-
-# Flags by which types have norms of queries and keys, and the kind of these norms.
-_QK_FLAGS: Final = {
-    "cohere": ("use_qk_norm", "full"),
-    "glm4_moe": ("use_qk_norm", "head"),
-    "persimmon": ("qk_layernorm", "bias"),
-    "phi": ("qk_layernorm", "bias"),
-    "stablelm": ("qk_layernorm", "full"),
-}
-
-
 def small_parameters(config: Config, kind: str, family: Family, built: Architecture) -> int:
     """Return the parameters of norms, biases, sinks and gates."""
-    attention = _qk_norms(config, kind, family, built)
+    attention = _qk_norms(config, family, built)
     attention += _attention_biases(config, kind, family, built)
     attention += (built.kv_lora + built.q_lora) if built.kv_lora else 0
     attention += built.heads if family.sinks else 0
@@ -158,14 +25,14 @@ def small_parameters(config: Config, kind: str, family: Family, built: Architect
     count = _norms(config, kind, family, built)
     count += built.attention_layers * attention
     count += built.linear_layers * _linear_mixer(config, built)
-    count += _network_biases(config, kind, family, built)
+    count += _network_biases(config, family, built)
     if kind in ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next") and built.shared_ffn:
         count += built.moe_layers * built.hidden
     if kind == "ernie4_5_moe":  # corrections of the router's scores
         count += built.moe_layers * built.experts
     if kind == "apertus":  # both slopes of its activation
         count += 2 * built.dense_layers
-    if family.head_bias or _head_bias(config, kind):
+    if family.head_bias or _head_bias(config, kind, family):
         count += built.vocab
     return count
 
@@ -200,16 +67,16 @@ def _falcon_norms(config: Config) -> int:
     return 2 if first_number(config, "num_ln_in_parallel_attn", default=default) == 2 else 1
 
 
-def _qk_norms(config: Config, kind: str, family: Family, built: Architecture) -> int:
+def _qk_norms(config: Config, family: Family, built: Architecture) -> int:
     """Return the parameters of a layer's norms of queries and keys."""
-    d, norm = built.head_dim, qk_norm(config, kind, family)
+    d, norm = built.head_dim, qk_norm(config, family)
     full = (built.heads + built.kv_heads) * d
     return {"none": 0, "bare": 0, "head": 2 * d, "bias": 4 * d, "full": full}[norm]
 
 
-def qk_norm(config: Config, kind: str, family: Family) -> str:
+def qk_norm(config: Config, family: Family) -> str:
     """Return the kind of a model's norms of queries and keys (`Family.qk_norm`)."""
-    flag, flagged = _QK_FLAGS.get(kind, ("", ""))
+    flag, flagged = family.qk_flag
     stated = config.get(flag)
     if stated is None:
         return family.qk_norm
@@ -220,37 +87,34 @@ def _attention_biases(config: Config, kind: str, family: Family, built: Architec
     """Return the biases of a layer's products of attention."""
     bias = family.attention_bias
     stated = config.get("attention_bias")
-    if kind in _LATENT_BIASES and built.kv_lora:
-        widths = built.q_lora + built.kv_lora + built.rope_dim + built.hidden
-        return widths if stated is True else 0
-    if kind in _BIAS_FLAGS:
-        bias = "all" if _has_biases(config, kind) else "none"
+    if family.bias_flag:
+        bias = "all" if _has_biases(config, family) else "none"
     elif kind == "stablelm":
         bias = "qkv" if config.get("use_qkv_bias") is True else "none"
     elif kind == "qwen2_moe" and config.get("qkv_bias") is False:
         bias = "none"
-    elif stated is not None and kind in _ALL_BIASES | _QKV_BIASES:
-        bias = ("all" if kind in _ALL_BIASES else "qkv") if stated else "none"
+    elif stated is not None and family.attention_flag != "none":
+        bias = family.attention_flag if stated else "none"
     qkv = (built.heads + 2 * built.kv_heads) * built.head_dim
-    count = {"none": 0, "qkv": qkv, "all": qkv + built.hidden}[bias]
+    latent = built.q_lora + built.kv_lora + built.rope_dim + built.hidden if built.kv_lora else 0
+    count = {"none": 0, "qkv": qkv, "all": qkv + built.hidden, "latent": latent}[bias]
     if kind == "seed_oss" and config.get("attention_out_bias") is True:
         count += built.hidden
     return count
 
 
-def _has_biases(config: Config, kind: str) -> bool:
+def _has_biases(config: Config, family: Family) -> bool:
     """Return whether the flag of a type switches its biases on."""
-    name, default = _BIAS_FLAGS[kind]
-    stated = config.get(name)
-    return default if stated is None else stated is True
+    stated = config.get(family.bias_flag)
+    return family.network_bias if stated is None else stated is True
 
 
-def _network_biases(config: Config, kind: str, family: Family, built: Architecture) -> int:
+def _network_biases(config: Config, family: Family, built: Architecture) -> int:
     h, sides = built.hidden, 2 if built.gated else 1
     has_biases = family.network_bias
-    if kind in _BIAS_FLAGS:
-        has_biases = _has_biases(config, kind)
-    elif kind in _NETWORK_BIASES:
+    if family.bias_flag:
+        has_biases = _has_biases(config, family)
+    elif family.network_flag:
         has_biases = config.get("mlp_bias") is True
     if not has_biases:
         return 0
@@ -263,9 +127,9 @@ def _network_biases(config: Config, kind: str, family: Family, built: Architectu
     return count + built.moe_layers * (shared + latent)
 
 
-def _head_bias(config: Config, kind: str) -> bool:
+def _head_bias(config: Config, kind: str, family: Family) -> bool:
     if kind == "ernie4_5_moe":
-        return _has_biases(config, kind)
+        return _has_biases(config, family)
     return kind == "phimoe" and config.get("lm_head_bias") is True
 
 

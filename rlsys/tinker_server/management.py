@@ -17,9 +17,9 @@ from typing import Any
 
 from rlsys.tinker_server import request_checks
 from rlsys.tinker_server.api_errors import ApiError
+from rlsys.tinker_server.checkpoint_lifetimes import MAX_TIME
 from rlsys.tinker_server.request_checks import Body
 from rlsys.tinker_server.server_checkpoints import (
-    MAX_TIME,
     CheckpointKind,
     SavedModel,
     ServerCheckpoint,

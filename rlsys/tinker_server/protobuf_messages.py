@@ -5,6 +5,7 @@ Shape legend: N input tokens of a datum, K targets of each, V requested places.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -200,16 +201,15 @@ def _tensor(tensor: Any, what: str) -> Array | SparseArray:
     values = _array(tensor.dense, dtype, what)
     if not shape:
         return _typed(values)
-    try:
-        if any(size < 0 for size in shape) or math.prod(shape) != len(values):
-            raise ValueError
-        return _typed(values.reshape(shape))
-    except ValueError:  # numpy also refuses many dimensions, and huge sizes in an empty array
-        raise ApiError(
-            what,
-            rule=f"it has {len(values)} values, which do not fit the shape {shape}",
-            fix="Send one value per element.",
-        ) from None
+    if min(shape) >= 0 and math.prod(shape) == len(values):
+        # numpy also refuses many dimensions, and huge sizes in an empty array
+        with contextlib.suppress(ValueError):
+            return _typed(values.reshape(shape))
+    raise ApiError(
+        what,
+        rule=f"it has {len(values)} values, which do not fit the shape {shape}",
+        fix="Send one value per element.",
+    )
 
 
 def _typed(array: Any) -> Array:

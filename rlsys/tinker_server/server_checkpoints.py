@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import logging
 import os
 import re
 import shutil
@@ -32,7 +31,7 @@ from threading import Thread
 from typing import Literal, get_args
 
 from rlsys.common.append_only_file import regular_file
-from rlsys.common.atomic_files import write_atomically, writing
+from rlsys.common.atomic_files import writing
 from rlsys.common.manifest import MANIFEST_FILE, check_entry, faults_of, write_manifest
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.tinker_server.api_errors import ApiError
@@ -45,8 +44,7 @@ from rlsys.tinker_server.checkpoint_directories import (
     start_removal,
     wait_for_removal,
 )
-
-logger = logging.getLogger(__name__)
+from rlsys.tinker_server.checkpoint_lifetimes import Lifetimes, lifetime_files
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 CHECKPOINT_KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)
@@ -55,9 +53,6 @@ SCHEME = "tinker://"
 SAVED = "saved.json"
 ADAPTER_DIRECTORY = "adapter"  # in sampler weights, as PEFT saves them
 LOCK = ".servers"  # each server of a directory holds a shared lock on this file
-
-# The last second of the year 9999, after which there are no dates.
-MAX_TIME = 253_402_300_799
 
 ROOM = (
     "delete checkpoints with all their copies, which share their files (tinker checkpoint delete), "
@@ -159,10 +154,9 @@ class ServerCheckpoints:
 
     def __init__(self, directory: Path, now: Callable[[], float] = time.time) -> None:
         self._directory = directory
-        self._now = now
+        self._lifetimes = Lifetimes(now)
         self._copying = asyncio.Lock()
         self._lock: int | None = None  # descriptor of the locked file
-        self._expires: dict[Path, float] = {}
 
     def recover(self) -> None:
         """Remove what a killed server left, unless another server uses the directory.
@@ -177,7 +171,7 @@ class ServerCheckpoints:
             self._directory.mkdir(parents=True, exist_ok=True)
             if self._is_alone():
                 _clean(self._directory)
-            self._expires = dict(_expiries(self._directory))
+            self._lifetimes.read(self._directory)
 
     def _is_alone(self) -> bool:
         """Return whether no other server uses the directory. This one keeps its lock."""
@@ -232,7 +226,7 @@ class ServerCheckpoints:
                 fix="Give a path that this server has returned.",
             )
         directory = self._where(model, kind, name)
-        if _saved_at(directory) is None or self._is_expired(directory):
+        if _saved_at(directory) is None or self._lifetimes.is_over(directory):
             raise _missing(path, "it was not saved, was deleted, or has expired")
         return model, directory
 
@@ -344,12 +338,18 @@ class ServerCheckpoints:
         """
         directory = self.get(path).directory
         with writing(directory, room=ROOM):
-            self._set_ttl(directory, ttl_s)
+            self._lifetimes.set(directory, ttl_s)
 
     def expire(self) -> None:
-        """Delete the checkpoints whose time is over."""
-        for directory in [one for one in self._expires if self._is_expired(one)]:
-            self.start_removal(directory)
+        """Delete the checkpoints whose time is over.
+
+        Those that the disk does not let go are logged and tried again later.
+        """
+        for directory in self._lifetimes.due():
+            try:
+                self.start_removal(directory)
+            except OSError as error:
+                self._lifetimes.postpone(directory, error)
 
     async def remove(self, directory: Path) -> None:
         """Delete a checkpoint, and wait as `wait_for_removal` does until its files are removed."""
@@ -361,7 +361,7 @@ class ServerCheckpoints:
         The next server removes the files if this one ends before.
         """
         thread = start_removal(directory_before(directory), directory)
-        self._set_ttl(directory, None)
+        self._lifetimes.set(directory, None)
         return thread
 
     def all(self) -> list[ServerCheckpoint]:
@@ -380,7 +380,7 @@ class ServerCheckpoints:
         for kind in CHECKPOINT_KINDS:
             for file in self._where(model, kind, "").glob(f"*/{SAVED}"):
                 # Other names belong to directories that are being written or removed.
-                if not _NAME.fullmatch(file.parent.name) or self._is_expired(file.parent):
+                if not _NAME.fullmatch(file.parent.name) or self._lifetimes.is_over(file.parent):
                     continue
                 if (saved_at := _saved_at(file.parent)) is not None:
                     yield self._found(model, kind, file.parent, saved_at)
@@ -395,7 +395,7 @@ class ServerCheckpoints:
             name=directory.name,
             directory=directory,
             time=saved_at,
-            expires_at=self._expires.get(directory),
+            expires_at=self._lifetimes.end_of(directory),
         )
 
     def _put(self, aside: Path, place: Path, ttl_s: float | None) -> None:
@@ -404,26 +404,11 @@ class ServerCheckpoints:
         The lifetime is written before, so that a server that is killed in between leaves no
         checkpoint with another one than requested.
         """
-        self._set_ttl(place, ttl_s)
+        self._lifetimes.set(place, ttl_s)
         if place.exists():
             start_removal(directory_before(place))
             place.rename(directory_before(place))
         aside.rename(place)
-
-    def _set_ttl(self, directory: Path, ttl_s: float | None) -> None:
-        file = directory.with_name(f".{directory.name}.expires")
-        if ttl_s is None or file.is_dir():
-            remove_at_once(file)
-        if ttl_s is None:
-            self._expires.pop(directory, None)
-            return
-        expires_at = self._now() + ttl_s
-        write_atomically(file, f"{expires_at}\n")
-        self._expires[directory] = expires_at
-
-    def _is_expired(self, directory: Path) -> bool:
-        expires_at = self._expires.get(directory)
-        return expires_at is not None and expires_at <= self._now()
 
     def _where(self, model: str, kind: CheckpointKind, name: str) -> Path:
         place = self._directory / model.replace(":", ".") / kind / name
@@ -489,36 +474,6 @@ def _has_files(directory: Path) -> bool:
     return directory.is_dir() and any(directory.iterdir())
 
 
-def _expiries(directory: Path) -> Iterator[tuple[Path, float]]:
-    """Yield when each checkpoint expires. One with a damaged file never does."""
-    for file, place in _expiry_files(directory):
-        if (expires_at := _expiry(file)) is not None:
-            yield place, expires_at
-
-
-def _expiry(file: Path) -> float | None:
-    """Return the Unix time in a file. If it is damaged, log a warning and return None."""
-    try:
-        text = regular_file(file).read_text()
-        if 0 <= (found := float(text)) <= MAX_TIME:  # false for nan
-            return found
-        why = f"{found} is not a Unix time before the year 10000"
-    except (ValueError, OSError) as error:
-        why = str(error)
-    logger.warning(
-        "%s is damaged (%s), so its checkpoint is kept and does not expire. Set its ttl again.",
-        file,
-        why,
-    )
-    return None
-
-
-def _expiry_files(directory: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield the files of lifetimes, each with the place of its checkpoint."""
-    for file in list(directory.glob("*/*/.*.expires")):
-        yield file, file.with_name(file.name.removeprefix(".").removesuffix(".expires"))
-
-
 def _clean(directory: Path) -> None:
     """Remove incomplete and temporary checkpoints, and restore those that were overwritten."""
     for place in directory.glob("*/*/.*.partial"):
@@ -533,6 +488,6 @@ def _clean(directory: Path) -> None:
         with contextlib.suppress(ValueError, TypeError, OSError):
             if SavedModel(**parse_json(regular_file(file).read_text())).is_temporary:
                 shutil.rmtree(file.parent, ignore_errors=True)
-    for file, place in _expiry_files(directory):
+    for file, place in lifetime_files(directory):
         if not place.exists():
             remove_at_once(file)

@@ -304,7 +304,7 @@ def test_a_suspended_failing_or_hanging_replica_is_replaced(cluster: Any) -> Non
             pid = await pid_of(stopped.worker)
             os.kill(pid, signal.SIGSTOP)
             death = await collect_until_death(stopped)
-            assert death.startswith("rollout-0 died during collect: ")
+            assert death.startswith("rollout-0 died while working on rollouts: ")
             assert "cluster.heartbeat_timeout_s" in death
             await until_gone(pid)
 
@@ -313,7 +313,7 @@ def test_a_suspended_failing_or_hanging_replica_is_replaced(cluster: Any) -> Non
             pid = await pid_of(failing.worker)
             await failing.submit([request(DIE)], {})
             assert await collect_until_death(failing) == (
-                "rollout-0.1 died during collect: its loop broke"
+                "rollout-0.1 died while working on rollouts: its loop broke"
             )
             await until_gone(pid)
 
@@ -502,7 +502,7 @@ def test_a_replica_joins_with_its_node_and_leaves_with_it(cluster: Any) -> None:
             assert node.node_id in {shard.node_id for shard in world.shards.address.shards}
 
             cluster.remove_node(node, allow_graceful=False)
-            assert "rollout-1 died during collect" in await collect_until_death(joined)
+            assert "rollout-1 died while working on rollouts" in await collect_until_death(joined)
             await asyncio.wait_for(joined.clean_up(lambda shard: {}), LIMIT_S)
             lost = await asyncio.wait_for(world.lost.get(), LIMIT_S)
             assert lost.node_id == node.node_id

@@ -16,7 +16,7 @@ from actors.rollout.rollout_actor import RolloutActor
 from actors.store import store_writer
 from rlsys.engines.generation.shared_engine import PolicyEngines
 from rlsys.environments.workers.generation_broker import Ask
-from rlsys.runs.observe.trace import Tracer
+from rlsys.runs.observe.trace import COUNTER, TraceBatch, Tracer
 from rlsys.types import GenerationRequest, SamplingParams
 from tests.actors.test_rollout_actor import VERSION, Engine, Store
 
@@ -25,6 +25,9 @@ async def answered(policy: str, method: str, *args: Any) -> tuple[Any, ...]:
     return policy, method, *args
 
 
+REQUEST = GenerationRequest(
+    request_id="0.0.0", prompt_token_ids=(5,), sampling=SamplingParams(max_tokens=8), seed=0
+)
 ACTOR = SimpleNamespace(for_policy=SimpleNamespace(remote=answered))
 
 
@@ -76,6 +79,9 @@ class Named(Engine):
             await asyncio.sleep(0)
         return await super().collect()
 
+    async def progress(self) -> list[Any]:
+        return []
+
 
 def test_an_actor_samples_turns_with_the_engine_of_their_policy(
     monkeypatch: pytest.MonkeyPatch,
@@ -87,10 +93,7 @@ def test_an_actor_samples_turns_with_the_engine_of_their_policy(
     actor_class: Any = RolloutActor.__ray_actor_class__  # type: ignore[attr-defined]
     gauges: Any = SimpleNamespace(set=lambda name, value: None)
     actor = actor_class(lambda: engines, None, gauges, None, Tracer("rollout-0"))
-    request = GenerationRequest(
-        request_id="0.0.0", prompt_token_ids=(5,), sampling=SamplingParams(max_tokens=8), seed=0
-    )
-    ask = Ask(episode="0.0", turn=0, request=request)
+    ask = Ask(episode="0.0", turn=0, request=REQUEST)
 
     async def scenario() -> None:
         await actor.for_policy("rival", "ask", "environment-0", [ask], [])
@@ -104,3 +107,31 @@ def test_an_actor_samples_turns_with_the_engine_of_their_policy(
         assert [batch.process for batch in batches] == ["rollout-0", "rival-rollout-0"]
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_the_counters_of_a_shared_engine_are_reported_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whichever policy collects, they are those of the actor."""
+    monkeypatch.setattr(store_writer, "StoreClient", Store)
+    shown: list[str] = []
+    gauges: Any = SimpleNamespace(set=lambda name, value: shown.append(name))
+    own: Any = Named()
+    rival: Any = Named()
+    engines = PolicyEngines(own=own, others={"rival": rival})
+    actor_class: Any = RolloutActor.__ray_actor_class__  # type: ignore[attr-defined]
+    actor = actor_class(lambda: engines, None, gauges, None, Tracer("rollout-0"))
+
+    async def scenario() -> None:
+        await actor.for_policy("rival", "submit", [REQUEST], {})
+        await actor.for_policy("rival", "collect")
+        assert counters(await actor.drain_trace()) == {"running", "waiting"}
+        assert counters(await actor.for_policy("rival", "drain_trace")) == set()
+        assert shown.count("engine_running") == 1
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def counters(batch: TraceBatch) -> set[str]:
+    """Return the names of the counters in a batch."""
+    return {name for phase, name, *_ in batch.events if phase == COUNTER}

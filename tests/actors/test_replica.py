@@ -85,11 +85,20 @@ def update(of: RayReplica, *, delayed: bool = False) -> float:
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (WorkerDied("rollout-0.1 died during collect: killed"), "collect: killed"),
-        (WorkerError("rollout-0.1.collect failed: KeyError: 3"), "collect failed: KeyError: 3"),
-        (EngineError("its loop broke"), "rollout-0.1 died during collect: its loop broke"),
-        (RowsLost("no shard is left"), "rollout-0.1 died during collect: no shard is left"),
-        (OSError("disk full"), "rollout-0.1 died during collect: disk full"),
+        (WorkerDied("rollout-0.1 died while generating: killed"), "generating: killed"),
+        (
+            WorkerError("rollout-0.1 failed while generating: KeyError: 3"),
+            "generating: KeyError: 3",
+        ),
+        (
+            EngineError("its loop broke"),
+            "rollout-0.1 died while working on rollouts: its loop broke",
+        ),
+        (
+            RowsLost("no shard is left"),
+            "rollout-0.1 died while working on rollouts: no shard is left",
+        ),
+        (OSError("disk full"), "rollout-0.1 died while working on rollouts: disk full"),
     ],
 )
 def test_what_ends_a_replica(error: Exception, message: str) -> None:
@@ -114,7 +123,7 @@ def test_weights_with_a_wrong_checksum_end_a_replica() -> None:
     dying = replica(lambda method: ValueError("the checksum differs"))
     with pytest.raises(ReplicaDied) as died:
         update(dying)
-    assert "died during update_weights: the checksum differs" in str(died.value)
+    assert "died while loading new weights: the checksum differs" in str(died.value)
     assert dying.worker.is_dead
 
 
@@ -147,7 +156,7 @@ def test_weights_that_are_damaged_twice_end_a_replica() -> None:
     dying, trainer_proxy = damaged(True, True)
     with pytest.raises(ReplicaDied) as died:
         take(dying, 1)
-    assert "died during update_weights: " in str(died.value)
+    assert "died while loading new weights: " in str(died.value)
     assert "in 1 of its 9" in str(died.value)
     assert trainer_proxy.num_sent_again == 2
     assert trainer_proxy.corrupt == [1]

@@ -80,6 +80,7 @@ def test_runs_of_several_sizes_give_k_of_n(
         (["RUN", "--out", "a.bmp"], "--out", "a.bmp"),
         (["RUN", "--metric", "reward/men"], "--metric", "reward/men"),
         (["RUN", "--limits", "one"], "--limits", "one"),
+        (["RUN", "--limits", "\u0660,\u0661"], "--limits", "\u0660,\u0661"),
         (["RUN", "--held-out", "0.94"], "quickstart, reward/mean: points", 3),
     ],
 )

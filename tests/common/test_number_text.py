@@ -1,10 +1,10 @@
-"""Numbers in messages."""
+"""Numbers in what users write, and in messages."""
 
 from __future__ import annotations
 
 import pytest
 
-from rlsys.common.number_text import counted, significant
+from rlsys.common.number_text import counted, integer, number, significant
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,13 @@ def test_units_of_one_are_singular() -> None:
     assert counted(1, "resume") == "1 resume"
     assert counted(0, "checkpoint") == "0 checkpoints"
     assert counted(2000, "query", "queries") == "2,000 queries"
+
+
+def test_numbers_have_ascii_digits() -> None:
+    assert integer("-12") == -12
+    assert number("1.5e3") == 1500.0
+    for text in ("\u0661\u0662", "\uff11", "1\u0968"):
+        assert int(text) > 0  # Python accepts the digits of all scripts
+        for parse in (integer, number):
+            with pytest.raises(ValueError, match="ASCII"):
+                parse(text)

@@ -200,7 +200,13 @@ def test_texts_have_any_characters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "text"), [("--model.lora", "r\uff11\uff16"), ("--trainer.layout", "dp\uff12")]
+    ("option", "text"),
+    [
+        ("--model.lora", "r\uff11\uff16"),
+        ("--trainer.layout", "dp\uff12"),
+        ("--checkpoint-every", "\uff11"),
+        ("--checkpoint-every", "\uff11\uff10min"),
+    ],
 )
 def test_numbers_inside_texts_have_ascii_digits(
     option: str, text: str, capsys: pytest.CaptureFixture[str]

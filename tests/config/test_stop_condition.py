@@ -64,6 +64,8 @@ def test_rising_and_falling_mirror_each_other(values: list[float], count: int) -
         "reward/mean not rising for 0",
         "reward/mean not flat for 3",
         "reward/mean > 0.9 and loss < 1",
+        "reward/mean > \u0660.\u0669",
+        "reward/mean > 0.9 for \u0663",
     ],
 )
 def test_other_texts_are_refused(text: str) -> None:
@@ -82,6 +84,6 @@ def test_a_range_of_steps() -> None:
     assert parse_steps("", "profile_steps", at_most=20) == range(0)
     assert parse_steps("5", "profile_steps", at_most=20) == range(5, 6)
     assert parse_steps("5:8", "profile_steps", at_most=20) == range(5, 8)
-    for text in ("0:2", "8:5", "5:5", "5:", "5-8", "1:100", "a"):
+    for text in ("0:2", "8:5", "5:5", "5:", "5-8", "1:100", "a", "\u0665"):
         with invalid("profile_steps"):
             RunConfig(profile_steps=text)

@@ -108,7 +108,7 @@ def judged_again(
     stage = recipe.judged(recipe.Config(judge=role)).stage(JudgeStage)
     tokenizer = load_tokenizer(str(model))
     judge = JudgeFactory(
-        config=RunConfig(seed=seed), stage=stage, initial_path="", tokenizer=tokenizer
+        config=RunConfig(seed=seed), stage=stage, path=str(model), tokenizer=tokenizer
     )().engine
     rollouts = [
         Rollout(

@@ -208,7 +208,7 @@ def made(model: Path, **settings: Any) -> Any:
     one = stage(**settings)
     one = replace(one, model=replace(one.model, config=config))
     run = RunConfig(seed=5)
-    return JudgeFactory(config=run, stage=one, initial_path="", tokenizer=build_tokenizer())()
+    return JudgeFactory(config=run, stage=one, path=str(model), tokenizer=build_tokenizer())()
 
 
 @pytest.fixture
@@ -312,7 +312,7 @@ def test_pass_tokens_bound_a_judges_memory(model: Path) -> None:
     one = stage()
     one = replace(one, model=replace(one.model, config=config))
     small = JudgeFactory(
-        config=RunConfig(seed=5), stage=one, initial_path="", tokenizer=build_tokenizer()
+        config=RunConfig(seed=5), stage=one, path=str(model), tokenizer=build_tokenizer()
     )().engine
     rollouts = [rollout(group, 0, "x" * (group % 3)) for group in range(20)]
     try:

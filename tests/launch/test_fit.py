@@ -112,7 +112,9 @@ def test_machines_are_named_by_cards_or_memory(text: str, counts: list[int], gib
 TEXTS = ["", "0xH100", "8x", "H1000", "-1xH100", "8xH100x2", "0GiB", "2x0xH100", "0x8xH100"]
 
 
-@pytest.mark.parametrize("text", [*TEXTS, "2x2x8xH100", "99999x99999xH100", "5000x24GiB"])
+@pytest.mark.parametrize(
+    "text", [*TEXTS, "2x2x8xH100", "99999x99999xH100", "5000x24GiB", "\u0668xH100"]
+)
 def test_other_texts_are_refused(text: str) -> None:
     with invalid("machine", text):
         parse_machines(text)

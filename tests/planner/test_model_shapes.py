@@ -97,6 +97,8 @@ FLAGS: list[tuple[str, dict[str, Any]]] = [
     ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64, "do_layer_norm_before": False}),
     ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64, "enable_bias": False}),
     ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64, "layer_norm_elementwise_affine": False}),
+    ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 32}),
+    ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 32, "tie_word_embeddings": False}),
     ("persimmon", {"qk_layernorm": False}),
     ("phi", {"qk_layernorm": True}),
     ("phimoe", EXPERTS),
@@ -150,10 +152,16 @@ def test_layers_of_a_hybrid_model_by_name() -> None:
         architecture_from_config({**letters, "layers_block_type": "mamba"})
 
 
-def test_a_projection_of_embeddings_is_refused() -> None:
+def test_a_narrow_embedding_has_projections() -> None:
+    """16 wide, with matrices to and from the hidden size of 64, as in OPT-350M."""
     config = {**SIZES, "model_type": "opt", "num_hidden_layers": 3, "ffn_dim": 96}
-    with invalid("model.word_embed_proj_dim", 32):
-        architecture_from_config({**config, "word_embed_proj_dim": 32})
+    wide = architecture_from_config({**config, "word_embed_proj_dim": 64})
+    narrow = architecture_from_config({**config, "word_embed_proj_dim": 16})
+    assert narrow.head == Gemm("head", 128, 16, "columns")
+    projections = 2 * 16 * 64
+    head = 128 * (64 - 16)  # the embedding has as many, which a token does not pass
+    assert wide.active_parameters - narrow.active_parameters == head - projections
+    assert wide.parameters - narrow.parameters == 2 * head - projections
 
 
 def test_the_matrices_of_a_dense_model() -> None:

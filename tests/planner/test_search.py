@@ -12,6 +12,7 @@ from rlsys.planner.cpu_device import cpu_cluster
 from rlsys.planner.hardware import Cluster, parse_cluster
 from rlsys.planner.lengths import fixed, lognormal
 from rlsys.planner.model_config import named_model
+from rlsys.planner.planning import predicted_step
 from rlsys.planner.plans import Workload
 from rlsys.planner.profiles import fitted_constants
 from rlsys.planner.run_plan import Role, RunShape, step_time, training_seconds
@@ -79,6 +80,14 @@ def test_every_plan_fits_and_the_fastest_is_first() -> None:
         assert not one.is_tied or one.estimate.seconds <= best * (1 + TIE) ** 2
     others = [one.estimate.seconds for one in found if not one.is_tied]
     assert others == sorted(others)
+
+
+def test_a_predicted_step_has_the_work_of_all_its_rollouts() -> None:
+    constants = replace(fitted_constants(), controller_s=2e-3, reward_s=1e-3)
+    best = search(shape(prompts=32), cluster(), constants=constants)[0]
+    step = predicted_step(shape(prompts=32), cluster(), best.plan, best.estimate, constants)
+    assert step.controller_s == pytest.approx(32 * 8 * 2e-3)
+    assert step.reward_s == pytest.approx(32 * 8 * 1e-3)
 
 
 def test_of_tied_plans_the_least_stale_is_first() -> None:

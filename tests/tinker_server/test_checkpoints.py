@@ -19,6 +19,7 @@ from rlsys.common.atomic_files import DiskError
 from rlsys.common.manifest import faults_of, write_manifest
 from rlsys.tinker_server import checkpoint_directories
 from rlsys.tinker_server.api_errors import ApiError
+from rlsys.tinker_server.checkpoint_lifetimes import RETRY_S
 from rlsys.tinker_server.server_checkpoints import SavedModel, ServerCheckpoints, check_undamaged
 from tests.tinker_server.clocks import Clock
 from tests.tinker_server.refusals import refused
@@ -397,6 +398,36 @@ def test_a_checkpoint_expires_also_after_a_restart(tmp_path: Path) -> None:
         thread.join(LIMIT_S)
     files = sorted(one.name for one in (tmp_path / "m.1" / "weights").iterdir())
     assert files == ["kept"]
+
+
+def test_a_disk_that_refuses_removals_is_logged_and_tried_again_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    checkpoints = ServerCheckpoints(tmp_path, now=clock)
+    paths = [checkpoints.path("m", "weights", name) for name in "ab"]
+    for path in paths:
+        save(checkpoints, path, "1", ttl_s=50)
+    directories = {checkpoints.get(path).directory for path in paths}
+    clock.now += 50
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "read-only file system")
+
+    with monkeypatch.context() as read_only:
+        for name in ("rename", "unlink", "rmdir"):
+            read_only.setattr(os, name, refuse)
+        for _ in range(2):  # the second one comes too soon and tries nothing
+            for thread in started_threads(checkpoints.expire):
+                thread.join(LIMIT_S)
+    assert len(caplog.records) == 2
+    assert all(any(str(one) in line for line in caplog.messages) for one in directories)
+    assert checkpoints.all() == []
+    assert {one for one in directories if one.exists()} == directories
+    clock.now += RETRY_S
+    for thread in started_threads(checkpoints.expire):
+        thread.join(LIMIT_S)
+    assert not list((tmp_path / "m" / "weights").iterdir())
 
 
 def started_threads(work: Callable[[], None]) -> set[threading.Thread]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,8 +16,10 @@ from typing import Any
 
 import httpx
 import pytest
+from uvicorn.importer import import_from_string
 
-from actors.tinker_server.http_server import HttpServer
+from actors.tinker_server import http_server
+from actors.tinker_server.http_server import HttpServer, TimedConnection
 from rlsys.tinker_server import http_app
 from rlsys.tinker_server.http_app import Api
 from rlsys.tinker_server.request_waits import RequestWaits
@@ -61,9 +66,12 @@ class Connected:
 
 
 @asynccontextmanager
-async def connected(tmp_path: Path, grace_s: int) -> AsyncIterator[Connected]:
+async def connected(
+    tmp_path: Path, grace_s: int, headers_s: float = 30.0
+) -> AsyncIterator[Connected]:
     service = Service(FakeBackend(), ServerCheckpoints(tmp_path), clock=time.monotonic)
-    server = AnnouncedServer(Api(service, key=KEY, max_body_bytes=1000), grace_s=grace_s, port=0)
+    api = Api(service, key=KEY, max_body_bytes=1000)
+    server = AnnouncedServer(api, grace_s=grace_s, headers_s=headers_s, port=0)
     serving = asyncio.create_task(server.serve())
     await server.is_up.wait()
     port = server.servers[0].sockets[0].getsockname()[1]
@@ -77,10 +85,14 @@ async def connected(tmp_path: Path, grace_s: int) -> AsyncIterator[Connected]:
 
 
 def run(
-    tmp_path: Path, scenario: Callable[[Connected], Awaitable[None]], *, grace_s: int = 60
+    tmp_path: Path,
+    scenario: Callable[[Connected], Awaitable[None]],
+    *,
+    grace_s: int = 60,
+    headers_s: float = 30.0,
 ) -> None:
     async def main() -> None:
-        async with asyncio.timeout(LIMIT_S), connected(tmp_path, grace_s) as made:
+        async with asyncio.timeout(LIMIT_S), connected(tmp_path, grace_s, headers_s) as made:
             await scenario(made)
 
     asyncio.run(main())
@@ -128,6 +140,51 @@ def test_a_request_that_does_not_end_is_answered_when_its_time_is_over(
         assert (await request).status_code == 503
 
     run(tmp_path, scenario, grace_s=0)
+
+
+@pytest.mark.parametrize("answered", [0, 1], ids=["first request", "second request"])
+@pytest.mark.parametrize("parser", ["h11_impl:H11Protocol", "httptools_impl:HttpToolsProtocol"])
+def test_headers_that_do_not_end_close_the_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parser: str, answered: int
+) -> None:
+    """Each byte comes soon after the one before, so that no wait for a byte is long."""
+    if "httptools" in parser:
+        pytest.importorskip("httptools")
+    make = import_from_string(f"uvicorn.protocols.http.{parser}")
+    made_by = functools.partial(TimedConnection, make=make)
+    monkeypatch.setattr(http_server, "TimedConnection", made_by)
+
+    request = "GET /api/v1/healthz HTTP/1.1\r\nhost: x\r\n"
+
+    async def scenario(made: Connected) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", made.port)
+        for _ in range(answered):
+            writer.write(f"{request}x-api-key: {KEY}\r\n\r\n".encode())
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 ")
+            (size,) = re.findall(rb"content-length: (\d+)", head.lower())
+            await reader.readexactly(int(size))
+        writer.write(f"{request}slow: ".encode())
+        ended = asyncio.create_task(reader.read())
+        while not ended.done():
+            writer.write(b"a")
+            await asyncio.wait([ended], timeout=0.02)
+        with contextlib.suppress(ConnectionResetError):  # a byte came after the end
+            assert await ended == b""
+        writer.close()
+
+    run(tmp_path, scenario, headers_s=0.3)
+
+
+def test_a_request_may_take_longer_than_its_headers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(made: Connected) -> None:
+        monkeypatch.setattr(made.service.management, "copy", lambda *_: asyncio.sleep(0.5, {}))
+        for _ in range(2):  # on one connection
+            assert (await made.client.post("copy_weights", json={})).status_code == 200
+
+    run(tmp_path, scenario, headers_s=0.2)
 
 
 def test_a_slow_body_is_refused_and_its_connection_closed(
