@@ -33,6 +33,7 @@ from rlsys.planner.roofline import BYTES_OF
 MLA_DECODE_SHARE: Final = 0.45  # of the peak, for absorbed attention of many heads
 PIPELINE_HOP_S: Final = 20e-6
 READS: Final = ("products", "experts", "kv_cache", "head")  # parts that read memory
+STEP_TOKENS: Final = 8192  # of prompts in one step of an engine
 SMALL_KERNELS: Final = 6  # reads and writes of the residual stream per layer
 
 
@@ -218,15 +219,21 @@ def prefill_seconds(
     tokens = rows * length
     profile = constants.profile(plan.profile)
     parts = _layers_time(model, cluster, plan, tokens, constants)
-    kernels = kernels_of(cluster.gpu)
+    n, k = model.head.local(plan.tp)
+    head = kernels_of(cluster.gpu).gemm(rows, n, k, "bf16")
+    seconds = sum(parts.values()) + _prefill_attention(model, cluster, plan, rows, length) + head
+    return seconds * profile.of(moe=model.is_moe) * constants["prefill_scale"]
+
+
+def _prefill_attention(
+    model: Architecture, cluster: Cluster, plan: GenerationPlan, rows: float, length: float
+) -> float:
+    """Return the seconds of all layers' attention of `rows` prompts of `length` tokens."""
     attention_tp = max(plan.tp // plan.attention_dp, 1)
     units = rows / plan.attention_dp * max(model.heads / attention_tp, 1)
     width = (model.head_dim + model.value_dim) / 2
-    attention = kernels.prefill(units, length, width, model.attended(length))
-    n, k = model.head.local(plan.tp)
-    head = kernels.gemm(rows, n, k, "bf16")
-    seconds = sum(parts.values()) + model.attention_layers * attention + head
-    return seconds * profile.of(moe=model.is_moe) * constants["prefill_scale"]
+    kernels = kernels_of(cluster.gpu)
+    return model.attention_layers * kernels.prefill(units, length, width, model.attended(length))
 
 
 def prefill_time(
@@ -268,15 +275,37 @@ def steady_token_time(
 ) -> float:
     """Return the mean seconds between tokens of a row while `concurrency` rows run.
 
-    Each row that ends is replaced, so that `concurrency` prefills share the `output` steps of a
-    row. Chunked prefill hides a part of their weights' reads.
+    Each row that ends is replaced, so that `concurrency` prompts are prefilled in the `output`
+    steps of a row. A prompt joins a decoding step, which reads the weights once for all tokens.
     """
     context = min(prompt + output / 2, model.max_context)
     step = sum(decode_parts(model, cluster, plan, concurrency, context, constants).values())
-    others = max(concurrency - 1, 0) / output
-    prefill = prefill_seconds(model, cluster, plan, 1.0, prompt, constants)
-    mixed = constants["prefill_mixed"] * constants.profile(plan.profile).mixing
-    return step + others * prefill * mixed
+    starting = max(concurrency - 1, 0) / output
+    together = max(starting, 1.0)
+    added = _prompts_seconds(model, cluster, plan, concurrency, together, prompt, constants)
+    profile = constants.profile(plan.profile)
+    return step + starting / together * added * constants["prefill_mixed"] * profile.mixing
+
+
+@lru_cache(maxsize=1 << 16)
+def _prompts_seconds(
+    model: Architecture,
+    cluster: Cluster,
+    plan: GenerationPlan,
+    decoding: float,
+    rows: float,
+    length: float,
+    constants: Constants,
+) -> float:
+    """Return the seconds that `rows` prompts add to steps in which `decoding` rows decode."""
+    tokens = rows * length
+    pieces = math.ceil(tokens / STEP_TOKENS)
+    alone = sum(_layers_time(model, cluster, plan, decoding, constants).values())
+    mixed = _layers_time(model, cluster, plan, decoding + tokens / pieces, constants)
+    seconds = pieces * (sum(mixed.values()) - alone)
+    seconds += _prefill_attention(model, cluster, plan, rows, length)
+    profile = constants.profile(plan.profile)
+    return seconds * profile.of(moe=model.is_moe) * constants["prefill_scale"]
 
 
 def static_batch_time(

@@ -14,7 +14,6 @@ kernel in `kernels.py`. The constants are those of `profiles.PRIORS`, fitted by 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from rlsys.planner.architecture import Architecture, Gemm
 from rlsys.planner.communication import (
@@ -27,6 +26,7 @@ from rlsys.planner.communication import (
 )
 from rlsys.planner.hardware import TERA, Cluster
 from rlsys.planner.kernels import Kernels, kernels_of
+from rlsys.planner.layer_pass import Pass
 from rlsys.planner.plans import Estimate, TrainingPlan
 from rlsys.planner.profiles import Constants, SoftwareProfile, fitted_constants, interval
 from rlsys.planner.roofline import gemm_roofline
@@ -34,42 +34,12 @@ from rlsys.planner.roofline import gemm_roofline
 OPTIMIZER_BYTES = (
     34.0  # per parameter: read and write master weight, moments, gradient, 16-bit copy
 )
+ACCUMULATION_BYTES = 10.0  # per parameter: read a 16-bit gradient, read and write the float32 sum
 ATTENTION_GRADIENT_BYTES = 24.0  # per token, head and width: dO, O, and float32 sums of dQ
 PCIE_SHARE = 0.7  # of the link to the host, for copies in pieces
 UNFUSED_BMM = 0.45  # of the peak
 UNFUSED_ODD_BMM = 0.10  # with a head width that is not a multiple of 8
 HOST_POWER = 3.0  # sharpness of the transition between bound by the device and by the host
-
-
-@dataclass(slots=True)
-class Pass:
-    """Seconds of forward and backward of one layer or stage, by part."""
-
-    products: float = 0.0
-    attention: float = 0.0
-    traffic: float = 0.0
-    tensor_parallel: float = 0.0
-    context_parallel: float = 0.0
-    expert_parallel: float = 0.0
-    host: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Sum of all parts."""
-        return (
-            self.products
-            + self.attention
-            + self.traffic
-            + self.tensor_parallel
-            + self.context_parallel
-            + self.expert_parallel
-            + self.host
-        )
-
-    def add(self, other: Pass, times: float = 1.0) -> None:
-        """Add `times` x another pass."""
-        for name in Pass.__slots__:
-            setattr(self, name, getattr(self, name) + times * getattr(other, name))
 
 
 class _Step:
@@ -419,6 +389,17 @@ def _data_parallel(step: _Step, compute: float) -> float:
     return max(step.constants["dp_exposed"] * seconds, seconds - 0.7 * compute)
 
 
+def _accumulation(step: _Step) -> float:
+    """Return the seconds of adding the gradients of micro-batches, which larger ones save."""
+    plan = step.plan
+    if step.lora:
+        return 0.0
+    sharded = plan.shard in ("gradients", "parameters")
+    ranks = (plan.shard_ranks or plan.dp * plan.cp) if sharded else 1
+    parameters = sum(_shards(step.model, plan)) / ranks
+    return (plan.micro_batches - 1) * ACCUMULATION_BYTES * parameters / step.bandwidth
+
+
 def _optimizer(step: _Step) -> float:
     """Return the seconds of the optimizer on its shard."""
     plan, model, gpu = step.plan, step.model, step.cluster.gpu
@@ -471,6 +452,7 @@ def train_step_time(
     micro = stage + fsdp
     point = _pipeline(step, stage)
     data = _data_parallel(step, micro * plan.micro_batches)
+    accumulation = _accumulation(step)
     optimizer = _optimizer(step)
     host = constants["step_host"]
     scale = mean_stage / (layers.seconds + head.seconds) * plan.micro_batches
@@ -479,6 +461,7 @@ def train_step_time(
     parts["bubble"] = bubble * micro
     parts["pipeline"] = point * plan.micro_batches
     parts["fsdp"] = fsdp * plan.micro_batches
+    parts["accumulation"] = accumulation
     parts["data_parallel"] = data
     parts["optimizer"] = optimizer
     parts["step_host"] = host

@@ -27,7 +27,7 @@ from scripts.plan.published_rows import (
 )
 
 STATIC = ("fastertransformer", "cursor_70b", "trtllm_v06")
-MAX_BATCH = {"trtllm_v1": 2048, "lmdeploy": 256}
+MAX_BATCH = {"trtllm_v1": 4096, "lmdeploy": 256}  # trtllm-bench caps the rows of a rank at 4,096
 BLOCK_SCALED = ("Qwen3", "DeepSeek", "MiniMax")
 
 
@@ -41,6 +41,8 @@ def weights_of(row: Row, model: Architecture) -> str:
     if "int4" in text:
         return "w4"
     if "fp8" in text:
+        if row["table"] == "trtllm_v1":  # checkpoints of ModelOpt: one scale per matrix
+            return "fp8"
         return "fp8_block" if model.name.startswith(BLOCK_SCALED) else "fp8"
     return "bf16"
 
@@ -81,7 +83,8 @@ def plan_of(row: Row, model: Architecture) -> GenerationPlan:
         # the experts' ranks are those of attention, in data and tensor parallel groups
         ranks = max(tp * attention_dp, int(layout["moe_tp"]) * ep)
         tp, attention_dp = ranks, ranks // tp
-    kv = "fp8" if profile == "trtllm" and weights != "bf16" and table == "trtllm_v1" else "bf16"
+    # checkpoints of ModelOpt state an 8-bit cache, and TensorRT-LLM follows them
+    kv = "fp8" if profile == "trtllm" and weights in ("fp8", "fp4") else "bf16"
     return GenerationPlan(
         tp=tp,
         pp=pp,
@@ -95,12 +98,18 @@ def plan_of(row: Row, model: Architecture) -> GenerationPlan:
     )
 
 
+def _token_rate(row: Row) -> float | None:
+    """Return the measured tokens per second of all rows under steady load, if a table states it."""
+    if row["table"] in ("silybench", "lmdeploy"):
+        return value_of(row, "output_tokens_per_s")
+    return None
+
+
 def _token_seconds(row: Row) -> float | None:
     """Return the measured mean seconds between tokens of a row, under steady load."""
-    concurrency = row["workload"].get("concurrency") or row["workload"].get("batch")
-    if row["table"] in ("silybench", "lmdeploy") and concurrency:
-        rate = value_of(row, "output_tokens_per_s")
-        return None if rate is None else concurrency / rate
+    if rate := _token_rate(row):
+        concurrency = row["workload"].get("concurrency") or row["workload"]["batch"]
+        return float(concurrency) / rate
     tpot = value_of(row, "tpot_ms")
     return None if tpot is None else tpot / 1e3
 
@@ -129,15 +138,28 @@ def decode_case(row: Row) -> Case | Skip:
     if seconds is None:
         return Skip(row, "no time between tokens is measured")
     concurrency = float(workload.get("concurrency") or workload["batch"])
-    running = concurrency = concurrency * plan.attention_dp
-    if kv_tokens := workload.get("kv_tokens"):
-        running = min(concurrency, largest_batch(kv_tokens, prompt, output))
+    concurrency *= plan.attention_dp
+    waits = _token_rate(row) is not None  # rates count the rows that wait for room, TPOT does not
 
     def predict(constants: Constants) -> float:
+        kv_tokens = workload.get("kv_tokens") or kv_capacity(
+            model, cluster, plan, row_tokens=prompt + output, constants=constants
+        )
+        running = min(concurrency, _largest_batch(plan, kv_tokens, prompt, output))
         token = steady_token_time(model, cluster, plan, running, prompt, output, constants)
-        return token * concurrency / running
+        return token * concurrency / running if waits else token
 
     return Case(row, "decode", plan.profile, seconds, predict)
+
+
+def _largest_batch(plan: GenerationPlan, kv_tokens: float, prompt: float, output: float) -> float:
+    """Return the rows that run at once.
+
+    TensorRT-LLM starts a row when the cache has room for all its tokens (GUARANTEED_NO_EVICT).
+    """
+    if plan.profile == "trtllm":
+        return max(1.0, kv_tokens // (prompt + output))
+    return largest_batch(kv_tokens, prompt, output)
 
 
 def _static(
@@ -174,13 +196,22 @@ def _maximum_load(
     if not rate:
         return Skip(row, "no rate is measured")
     requests = float(row["workload"]["requests"])
+    # rows start one after another, as the tokens of a step allow: rows x (1 + prompt / output)
+    stagger = output * prompt / (prompt + output)
 
     def predict(constants: Constants) -> float:
-        kv_tokens = kv_capacity(model, cluster, plan, constants=constants)
+        kv_tokens = kv_capacity(
+            model, cluster, plan, row_tokens=prompt + output, constants=constants
+        )
         limit = plan.max_running * plan.attention_dp
-        running = min(largest_batch(kv_tokens, prompt, output), limit, requests)
-        token = steady_token_time(model, cluster, plan, running, prompt, output, constants)
-        return token / running
+        running = min(_largest_batch(plan, kv_tokens, prompt, output), limit, requests)
+        full, half = (
+            steady_token_time(model, cluster, plan, rows, prompt, output, constants)
+            for rows in (running, running / 2)
+        )
+        # the first rows start and the last ones end over `stagger` steps, half of them at once
+        steps = requests * output / running - stagger
+        return (steps * full + 2 * stagger * half) / (requests * output)
 
     return Case(row, "decode", plan.profile, 1 / rate, predict)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rlsys.planner import rl_step
 from rlsys.planner.architecture import Architecture
-from rlsys.planner.decode_time import decode_step_time, prefill_time
+from rlsys.planner.decode_time import decode_step_time, prefill_time, steady_token_time
 from rlsys.planner.hardware import cluster_of, gpu_named, parse_cluster
 from rlsys.planner.kernels import kernels_of
 from rlsys.planner.lengths import fixed, lognormal
@@ -140,6 +140,23 @@ def test_the_scan_of_linear_layers_takes_its_constant_times_its_traffic() -> Non
     assert seconds("Qwen3-30B-A3B", 1.0) == seconds("Qwen3-30B-A3B", 2.0)
 
 
+def test_the_gradients_of_later_micro_batches_are_added_by_hand() -> None:
+    """Two of three micro-batches are added: 2 bytes are read, 4 read and written, per parameter."""
+    constants = fitted_constants().with_values(bandwidth=1.0)
+
+    def added(**changes: object) -> float:
+        plan = replace(TrainingPlan(), **changes)  # type: ignore[arg-type]
+        found = train_step_time(LLAMA, NODE, plan, constants=constants)
+        return found.breakdown.get("accumulation", 0.0)
+
+    by_hand = 2 * 10 * LLAMA.parameters / 3.35e12
+    assert added(micro_batches=3, shard="none") == pytest.approx(by_hand)
+    assert added(micro_batches=3, shard="none", tp=2) == pytest.approx(by_hand / 2)
+    assert added(micro_batches=3, shard="optimizer", dp=4) == pytest.approx(by_hand)
+    assert added(micro_batches=3, shard="parameters", dp=4) == pytest.approx(by_hand / 4)
+    assert added(micro_batches=1) == added(micro_batches=3, lora_rank=16) == 0.0
+
+
 def test_a_frozen_head_has_no_weight_gradient() -> None:
     """Compare heads of V and V / 2 outputs: both have a forward product and an input gradient."""
     plan, cluster = TrainingPlan(row_tokens=4096), parse_cluster("H100")
@@ -239,6 +256,16 @@ def test_a_longer_prompt_takes_longer(tokens: int) -> None:
     plan = GenerationPlan(tp=2)
     base = prefill_time(LLAMA, NODE, plan, 1, tokens).seconds
     assert prefill_time(LLAMA, NODE, plan, 1, 4 * tokens).seconds > base
+
+
+def test_prompts_that_start_together_share_the_reads_of_the_weights() -> None:
+    """Of 513 rows with 64 tokens, 8 start in each step. One prompt alone reads all weights."""
+    plan, constants = GenerationPlan(), fitted_constants()
+    step = decode_step_time(LLAMA, NODE, plan, 513, 36).seconds
+    alone = prefill_time(LLAMA, NODE, plan, 1, 4).seconds
+    token = steady_token_time(LLAMA, NODE, plan, 513, 4, 64, constants)
+    assert step < token < step + alone
+    assert steady_token_time(LLAMA, NODE, plan, 513, 256, 64, constants) > 1.5 * token
 
 
 def test_lengths_beyond_the_context_are_refused() -> None:

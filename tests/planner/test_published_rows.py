@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 
 from rlsys.planner.profiles import fitted_constants
-from scripts.plan.decode_rows import plan_of
+from scripts.plan.decode_rows import decode_case, plan_of
 from scripts.plan.memory_rows import memory_cases
-from scripts.plan.published_rows import Case, Skip, model_of, published, rows_of
+from scripts.plan.published_rows import Case, Row, Skip, model_of, published, rows_of
 from scripts.plan.training_rows import training_case, training_cases
 from scripts.plan.validate import (
     Result,
@@ -68,6 +68,44 @@ def test_degrees_that_a_table_multiplied_are_the_ranks_of_experts() -> None:
     (row,) = (row for row in published()["rows"] if row["id"] == "r02180")
     plan = plan_of(row, model_of(row))
     assert (plan.tp, plan.ep, plan.attention_dp) == (8, 8, 1)
+
+
+def generation_row(name: str) -> Row:
+    (row,) = (row for row in rows_of("decode") if row["id"] == name)
+    return row
+
+
+def predicted(row: Row, **workload: float) -> float:
+    """Return the predicted seconds of a token for a row with a changed workload."""
+    case = decode_case({**row, "workload": {**row["workload"], **workload}})
+    assert isinstance(case, Case)
+    return case.predict(fitted_constants())
+
+
+def test_checkpoints_of_modelopt_have_an_8_bit_cache_in_tensorrt_llm() -> None:
+    for name, kv in (("r03317", "fp8"), ("r03339", "bf16"), ("r03129", "bf16")):
+        row = generation_row(name)
+        assert plan_of(row, model_of(row)).kv == kv
+
+
+def test_rows_that_wait_for_room_do_not_delay_those_that_decode() -> None:
+    """TensorRT-LLM holds a row back until its whole length fits, so its cache is the limit."""
+    row = generation_row("r03317")  # 128 rows of 9,216 tokens on one H200
+    full = predicted(row)
+    assert predicted(row, concurrency=1024) == full
+    assert predicted(row, concurrency=8) < full
+
+
+def test_a_rate_counts_the_rows_that_wait() -> None:
+    row = generation_row("r01745")  # a cache of 377,024 tokens, rows of 3,072 tokens on average
+    many = predicted(row, concurrency=1220)
+    assert predicted(row, concurrency=2440) == pytest.approx(2 * many)
+
+
+def test_few_requests_do_not_reach_the_rate_of_many() -> None:
+    row = generation_row("r01463")
+    few, many, endless = (predicted(row, requests=count) for count in (3e3, 3e4, 3e7))
+    assert few > many > endless
 
 
 def test_errors_by_hand() -> None:
