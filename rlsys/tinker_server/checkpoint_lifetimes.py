@@ -1,4 +1,4 @@
-"""When the checkpoints of a server expire.
+"""Expiry times of a server's checkpoints.
 
     set() ──► due() once the time is over ──► removed: set(None), or postpone() if the disk refuses
 
