@@ -1,4 +1,4 @@
-"""What an actor does in each of its methods, in words for messages about failed calls.
+"""Words for the methods of actors, for messages about failed calls.
 
 doing("update_weights") ─► "loading new weights": rollout-0 died while loading new weights: ...
 """

@@ -1,4 +1,4 @@
-"""When the checkpoints of a server expire.
+"""Lifetimes of the checkpoints of a server.
 
     set() ──► due() once the time is over ──► removed: set(None), or postpone() if the disk refuses
 
