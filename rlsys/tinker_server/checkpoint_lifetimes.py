@@ -1,4 +1,4 @@
-"""Expiry times of a server's checkpoints.
+"""Lifetimes of the checkpoints of a server.
 
     set() ──► due() once the time is over ──► removed: set(None), or postpone() if the disk refuses
 
