@@ -86,7 +86,7 @@ def test_adapters_stand_beside_attention_and_export_as_peft_loads_them(
     model_path: Path, engine: FSDPEngine, tmp_path: Path
 ) -> None:
     is_latent = "deepseek" in AutoConfig.from_pretrained(model_path).model_type
-    adapted = {name.split(".lora_")[0] for name in engine._tensors}
+    adapted = {name.split(".lora_")[0] for name in engine.parameters}
     assert {name.rpartition(".")[2] for name in adapted} == (LATENT if is_latent else ATTENTION)
     assert len(adapted) == 2 * (5 if is_latent else 4)
 
@@ -112,7 +112,7 @@ def test_what_is_published_is_the_merged_model_with_the_experts_of_the_base(
     base = AutoModelForCausalLM.from_pretrained(model_path).state_dict()
     assert published.keys() == base.keys()
     changed = {name for name in base if not torch.equal(published[name], base[name])}
-    adapted = {f"{name.split('.lora_')[0]}.weight" for name in engine._tensors}
+    adapted = {f"{name.split('.lora_')[0]}.weight" for name in engine.parameters}
     assert changed == adapted
     assert any("experts" in name for name in base)
 
@@ -127,6 +127,6 @@ def test_what_cannot_be_adapted_is_refused_from_the_shape_alone(
         with invalid("model.lora", f"r4:{name}") as found:
             check_lora(f"r4:{name}", shape.linear_layers)
         assert name in found.value.rule
-    num_adapters = sum(tensor.numel() for tensor in engine._tensors.values())
+    num_adapters = sum(tensor.numel() for tensor in engine.parameters.values())
     model = ModelConfig(path=str(model_path), lora="r4")
     assert num_trained(shape, model) == num_adapters

@@ -268,7 +268,7 @@ def test_the_loss_is_the_divergence_of_the_policy_from_the_drafts(
                 if not step:
                     agreeing.append(bool(drafted.argmax() == found.logits[0, column].argmax()))
     engine = make_engine(model, speculation=options(num_tokens=num_steps))
-    engine._role.network.chunk_tokens = chunk_tokens
+    engine.role.network.chunk_tokens = chunk_tokens
     with torch.enable_grad():
         accumulate(engine, [rows])
     result = engine.optimizer_step()

@@ -305,7 +305,7 @@ def test_gradients_are_clipped_to_their_norm(model_path: Path) -> None:
         engine = make_engine(model_path, max_grad_norm=max_grad_norm)
         accumulate(engine, [make_rows(4)])
         steps.append(engine.optimizer_step().metrics["grad_norm"])
-        moments = torch.cat([s["exp_avg"].flatten() for s in engine._optimizer.state.values()])
+        moments = torch.cat([s["exp_avg"].flatten() for s in engine.optimizer.state.values()])
         norm = float(moments.norm()) / 0.1  # Adam's first moment after one step is (1 − β₁) g
         assert norm == pytest.approx(min(max_grad_norm, steps[-1]), rel=1e-2)
     assert steps[0] == pytest.approx(steps[1])
@@ -333,9 +333,9 @@ def test_warm_start_fits_examples_and_leaves_no_trace_in_the_optimizer(model_pat
     assert losses[0] == pytest.approx(sum(by_hand) / 5, rel=1e-4)
     assert losses[-1] < losses[0] / 2
     assert engine.policy_version == 0
-    assert engine._optimizer.state
+    assert engine.optimizer.state
     engine.reset_optimizer()
-    assert not engine._optimizer.state
+    assert not engine.optimizer.state
 
 
 def test_published_weights_are_the_models_own(model_path: Path) -> None:

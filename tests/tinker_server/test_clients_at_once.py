@@ -168,7 +168,7 @@ def test_weights_that_have_diverged_fail_their_own_samples_alone(server: Served)
     alone = good.sample(prompt, 2, seeded).result(LIMIT_S).sequences
     backend: LocalBackend = server.backend  # type: ignore[assignment]
     engines = backend.hosts[0]._ranks.ranks[0]._actor._engines  # type: ignore[attr-defined]
-    for parameter in engines[first.client.model_id].engine._parameters.values():
+    for parameter in engines[first.client.model_id].engine.parameters.values():
         parameter.data.fill_(1e15)
     diverged = first.client.save_weights_and_get_sampling_client().result()
     asked = [good.sample(prompt, 4, params) for _ in range(8)]
