@@ -13,7 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.reallocation.transport.cuda_ipc import HANDLE_BYTES, SPARE_FRAC, shared_device
+from rlsys.reallocation.transport.cuda_ipc import (
+    HANDLE_BYTES,
+    SPARE_FRAC,
+    CudaDevice,
+    shared_device,
+)
 from rlsys.reallocation.transport.shared_device import DeviceSharingError, SharedDevice
 from rlsys.reallocation.transport.shared_memory import MemoryGone
 from rlsys.reallocation.transport.staging import DamagedWeightsError
@@ -22,7 +27,7 @@ from rlsys.types import WeightManifest
 from tests.engines.published import read_all
 from tests.engines.torch_engine_harness import build_model, prompt, request
 from tests.engines.training_harness import accumulate, make_engine, make_rows, tiny_model
-from tests.reallocation.fake_device import stage_on
+from tests.reallocation.fake_device import segments_of, stage_on
 
 pytestmark = pytest.mark.gpu
 
@@ -33,6 +38,22 @@ TENSORS = {
     "odd": torch.linspace(-1, 1, 12_345, dtype=torch.bfloat16),
     "scalar": torch.tensor(2.5),
 }
+
+
+class RecordedDevice(CudaDevice):
+    """A GPU with a list of the memory that is allocated through it."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cuda", torch.cuda.current_device()))
+        self.allocated: list[torch.Tensor] = []
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        self.allocated.append(super().allocate(num_bytes))
+        return self.allocated[-1]
+
+    def free(self, memory: torch.Tensor) -> None:
+        super().free(memory)
+        self.allocated = [one for one in self.allocated if one is not memory]
 
 
 def gpu() -> SharedDevice:
@@ -117,17 +138,19 @@ def test_another_process_reads_each_version_bit_by_bit(expandable: bool) -> None
     try:
         on_gpu = {name: tensor.cuda() for name, tensor in TENSORS.items()}
         with process(read) as (reader, _):
-            stage, manifest = stage_on(gpu(), 1, on_gpu)
+            device = RecordedDevice()
+            stage, manifest = stage_on(device, 1, on_gpu)
             assert_equal(answer(reader, (manifest, False)), TENSORS)
             for tensor in on_gpu.values():
                 tensor.mul_(2)
-            segments = stage._layout.segments
+            segments = segments_of(on_gpu)
             share = stage.write(segments, 2, lambda one: on_gpu[one.name][one.box.slices])
             assert share.path == manifest.shares[0].path
             again = WeightManifest(version=2, shares=(share,))
             assert_equal(answer(reader, (again, False)), on_gpu)
             assert isinstance(answer(reader, (manifest, False)), MemoryGone)
-            stage._buffers[0].body[7] ^= 1
+            (memory,) = device.allocated
+            memory[7] ^= 1
             torch.cuda.synchronize()
             assert isinstance(answer(reader, (again, False)), DamagedWeightsError)
             stage.close()
@@ -144,11 +167,12 @@ def test_freed_memory_can_be_allocated_again() -> None:
 
 
 def test_a_reader_that_is_killed_releases_the_memory() -> None:
-    stage, manifest = stage_on(gpu(), 1, TENSORS)
+    device = RecordedDevice()
+    stage, manifest = stage_on(device, 1, TENSORS)
     with process(read) as (reader, reading):
         assert_equal(answer(reader, (manifest, True)), TENSORS)
         assert answer(reader) == "open"
-        segments = stage._layout.segments
+        segments = segments_of(TENSORS)
 
         def publish(version: int) -> str:
             return stage.write(segments, version, lambda one: TENSORS[one.name]).path
@@ -158,7 +182,7 @@ def test_a_reader_that_is_killed_releases_the_memory() -> None:
         reading.join()
         assert publish(3) == manifest.shares[0].path
     stage.close()
-    assert not stage._buffers
+    assert not device.allocated
 
 
 def test_a_trainer_that_is_killed_is_noticed_and_the_reader_goes_on() -> None:
