@@ -18,7 +18,13 @@ from rlsys.engines.models.model_shape import model_shape
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.launcher.memory_estimate import num_trained
 from rlsys.launcher.tiny_models import build_tokenizer
-from tests.engines.training_harness import accumulate, assert_same, make_engine, make_rows, weights
+from tests.engines.training_harness import (
+    assert_same,
+    make_engine,
+    make_rows,
+    train_step,
+    weights,
+)
 from tests.errors import invalid
 from tests.tiers import rest_slow
 
@@ -76,8 +82,7 @@ def engine(model_path: Path) -> Iterator[FSDPEngine]:
     """After two steps: before the first, B is 0."""
     made = make_engine(model_path, lora="r4", loss=cross_entropy(), temperature=1.0)
     for seed in range(2):
-        accumulate(made, [make_rows(4, seed)])
-        made.optimizer_step()
+        train_step(made, make_rows(4, seed))
     yield made
     made.close()
 

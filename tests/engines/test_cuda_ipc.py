@@ -26,7 +26,12 @@ from rlsys.reallocation.transport.weight_views import Weights
 from rlsys.types import WeightManifest
 from tests.engines.published import read_all
 from tests.engines.torch_engine_harness import build_model, prompt, request
-from tests.engines.training_harness import accumulate, make_engine, make_rows, tiny_model
+from tests.engines.training_harness import (
+    make_engine,
+    make_rows,
+    tiny_model,
+    train_step,
+)
 from tests.reallocation.fake_device import segments_of, stage_on
 
 pytestmark = pytest.mark.gpu
@@ -219,8 +224,7 @@ def test_a_trainer_publishes_the_same_in_both_memories(tmp_path: Path, dtype: st
     engine = make_engine(path, device="cuda", dtype=dtype, shares_device=True)
     with process(read) as (reader, _):
         for step in range(2):
-            accumulate(engine, [make_rows(6, seed=step)])
-            engine.optimizer_step()
+            train_step(engine, make_rows(6, seed=step))
             manifest = engine.publish()
             assert manifest is not None
             assert manifest.shares[0].on_device is not None
@@ -235,8 +239,7 @@ def test_a_trainer_publishes_the_same_in_both_memories(tmp_path: Path, dtype: st
 def test_an_engine_samples_alike_after_both_updates(tmp_path: Path) -> None:
     path = build_model(tmp_path, "qwen3")
     engine = make_engine(path, device="cuda", shares_device=True)
-    accumulate(engine, [make_rows(6)])
-    engine.optimizer_step()
+    train_step(engine, make_rows(6))
     with process(sample) as (sampler, _):
         tokens, logprobs = answer(sampler, (path, engine.publish()))
         expected, from_host = answer(sampler, (path, engine.publish(on_device=False)))

@@ -32,7 +32,7 @@ from scripts.ranks import staying_ranks
 from tests.engines import published
 from tests.engines.test_torch_engine import collect, running_engine
 from tests.engines.torch_engine_harness import build_model, prompt, request
-from tests.engines.training_harness import accumulate, make_engine, make_rows
+from tests.engines.training_harness import make_engine, make_rows, train_step
 
 PARTS_BEFORE_DEATH = 3
 
@@ -67,8 +67,7 @@ class RankGroup:
 
 
 def step(engine: FSDPEngine, seed: int) -> None:
-    accumulate(engine, [make_rows(4, seed=seed)])
-    engine.optimizer_step()
+    train_step(engine, make_rows(4, seed=seed))
 
 
 def die_at_a_part() -> None:

@@ -19,13 +19,13 @@ from rlsys.reallocation.transport.staging import DamagedWeightsError
 from rlsys.reallocation.transport.weight_views import Weights
 from tests.engines.published import read_all, writable
 from tests.engines.training_harness import (
-    accumulate,
     hold,
     make_engine,
     make_rows,
     memory,
     save,
     tiny_model,
+    train_step,
 )
 
 Copies = dict[str, torch.Tensor]
@@ -37,8 +37,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def step(engine: FSDPEngine, seed: int) -> None:
-    accumulate(engine, [make_rows(4, seed=seed)])
-    engine.optimizer_step()
+    train_step(engine, make_rows(4, seed=seed))
 
 
 def copies(engine: FSDPEngine) -> Copies:

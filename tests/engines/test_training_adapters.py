@@ -34,6 +34,7 @@ from tests.engines.training_harness import (
     make_rows,
     save,
     tiny_model,
+    train_step,
     weights,
     whole_state,
 )
@@ -60,8 +61,7 @@ def engine(model_path: Path) -> Iterator[FSDPEngine]:
 
 
 def step(engine: FSDPEngine, seed: int = 0) -> StepResult:
-    accumulate(engine, [make_rows(6, seed)])
-    return engine.optimizer_step()
+    return train_step(engine, make_rows(6, seed))
 
 
 def loaded(model_path: Path, directory: Path, kind: Any = AutoModelForCausalLM) -> Any:
@@ -269,8 +269,7 @@ def critic_row(row: TrainRow) -> TrainRow:
 def test_a_critic_trains_its_head_and_adapters(model_path: Path, tmp_path: Path) -> None:
     made = make_engine(model_path, lora=LORA, head="value", loss=value_loss())
     for seed in (0, 1):
-        accumulate(made, [[critic_row(row) for row in make_rows(6, seed)]])
-        made.optimizer_step()
+        train_step(made, [critic_row(row) for row in make_rows(6, seed)])
     made.export(tmp_path / "hf")
     assert [name for name in made.parameters if "lora_" not in name] == ["score.weight"]
     shape = model_shape(str(model_path), "value")
@@ -308,8 +307,7 @@ def factors_of_a_rank(rank: int, world_size: int, directory: Path) -> Weights:
         rank=rank,
         world_size=world_size,
     )
-    accumulate(engine, [share])
-    engine.optimizer_step()
+    train_step(engine, share)
     found = weights(engine)
     engine.close()
     return found

@@ -25,6 +25,7 @@ from tests.engines.training_harness import (
     make_rows,
     memory,
     tiny_model,
+    train_step,
     weights,
 )
 from tests.errors import invalid
@@ -240,8 +241,7 @@ def test_training_continues_after_offloading(dtype: str, tmp_path: Path) -> None
     for step in range(3):
         results = []
         for one in (engine, expected):
-            accumulate(one, [make_rows(6, seed=step)])
-            results.append(one.optimizer_step())
+            results.append(train_step(one, make_rows(6, seed=step)))
         assert results[0] == results[1]
         engine.release()
         state = [tensor for name, tensor in engine.local_state().items() if name != "rng"]

@@ -18,7 +18,7 @@ from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.trainer_state import HeldState, finish_state
 from rlsys.launcher.tiny_models import Family, build_tiny_model
 from rlsys.reallocation.shards import whole
-from rlsys.types import MicroBatch, TrainRow
+from rlsys.types import MicroBatch, StepResult, TrainRow
 from tests.engines.published import read_all
 
 VOCABULARY = 21  # 18 characters and three special tokens
@@ -109,6 +109,12 @@ def make_rows(count: int, seed: int = 0) -> list[TrainRow]:
 def accumulate(engine: FSDPEngine, parts: Sequence[Sequence[TrainRow]]) -> None:
     for rows in parts:
         engine.accumulate(MicroBatch(rows=rows))
+
+
+def train_step(engine: FSDPEngine, *parts: Sequence[TrainRow]) -> StepResult:
+    """Update the weights once, with a micro-batch of each part."""
+    accumulate(engine, parts)
+    return engine.optimizer_step()
 
 
 def memory(path: Path, num_bytes: int) -> str:
