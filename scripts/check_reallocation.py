@@ -240,7 +240,7 @@ def make_trainer(path: Path, layout: str, rank: int) -> FSDPEngine:
 
 def published(engine: FSDPEngine, layout: ParallelLayout, version: int) -> WeightManifest | None:
     """Return the weights after a step on rows that no other version has used."""
-    share = make_rows(version)[layout.data_index(engine._ranks.rank) :: layout.num_data]
+    share = make_rows(version)[layout.data_index(engine.ranks.rank) :: layout.num_data]
     engine.accumulate(MicroBatch(rows=share))
     engine.optimizer_step()
     engine.policy_version = version
@@ -422,7 +422,7 @@ def left_behind(
         path.write_bytes(bytes(engine.snapshot_bytes(1)))
         held = engine.hold(engine.open_snapshots(str(path), name))
         checkpoint = directory / f"{family}-{layout}-checkpoint"
-        parts = engine._ranks.all(held.write(checkpoint))
+        parts = engine.ranks.all(held.write(checkpoint))
         if rank == 0:
             finish_state(checkpoint, parts)
         holder = Holder(name, NODES[rank % len(NODES)], engine.state_holdings)
@@ -450,14 +450,14 @@ def arrived(
             found.append(in_short(refusal))
             continue
         node = NODES[rank % len(NODES)]
-        targets = engine._ranks.all(Holder(f"rank {rank}", node, engine.state_holdings))
+        targets = engine.ranks.all(Holder(f"rank {rank}", node, engine.state_holdings))
         move = find_move([(file, {1}) for file in files], targets, at_most=1)
         assert move is not None, "the files together are a whole state"
         weight_deltas = [packed(move, sender, node) for sender in move.senders.get(node, ())]
         engine.take(move, f"rank {rank}", weight_deltas)
         taken = state_of(engine)
         with torch.no_grad():
-            for tensor in engine._local_state().values():
+            for tensor in engine.local_state().values():
                 local_part(tensor).zero_()
         torch.manual_seed(99)
         engine.load(directory / f"{family}-{layout}-checkpoint")
@@ -470,7 +470,7 @@ def arrived(
 
 def state_of(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     """Return the state of this rank, with its version."""
-    state = {name: local_part(one).clone() for name, one in engine._local_state().items()}
+    state = {name: local_part(one).clone() for name, one in engine.local_state().items()}
     return state | {"policy_version": torch.tensor(engine.policy_version)}
 
 

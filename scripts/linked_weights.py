@@ -32,7 +32,7 @@ def offered(
     engine: FSDPEngine, manifest: WeightManifest | None, opened: ExitStack
 ) -> OfferedWeights:
     """Send this rank's part of a version that rank 0 has published; a collective."""
-    ranks = engine._ranks
+    ranks = engine.ranks
     (manifest,) = [one for one in ranks.all(manifest) if one is not None]
     weight_delta = engine.weight_delta(manifest, NODE, None)
     sender = GroupSender(HOST, PATIENT)

@@ -96,6 +96,13 @@ def test_a_module_name_occurs_once() -> None:
     assert structure.repeated_names() == []
 
 
+def test_tests_use_few_private_members() -> None:
+    for owner, count in [("engine", 1), ("f(x)", 1), ("held[0]", 1), ("self", 0), ("torch", 0)]:
+        assert len(structure.PRIVATE.findall(f"{owner}._name")) == count
+    assert not structure.PRIVATE.findall(f"row.{'_replace'}(a=1)")
+    assert len(structure.occurrences(structure.PRIVATE, structure.modules("tests"))) <= 40
+
+
 def test_the_circles_of_a_graph_are_found() -> None:
     edges = {"a": ["b"], "b": ["c", "d"], "c": ["a"], "d": ["e"], "e": ["d"], "f": ["a"]}
     assert structure.circles(edges) == [["d", "e"], ["a", "b", "c"]]

@@ -101,7 +101,7 @@ def local_ray(num_cpus: int | None = None) -> Iterator[None]:
     check_open_files()
     root = _root()
     remove_orphans(root)
-    with _own_directory(root) as directory, janitor(directory, directory / OWNER), _own_settings():
+    with own_directory(root) as directory, janitor(directory, directory / OWNER), _own_settings():
         _start(directory, num_cpus)
         try:
             yield
@@ -165,7 +165,7 @@ async def ends_with_ray(on_early_end: Callable[[EndedEarly], None]) -> AsyncIter
         is_signal = isinstance(error, asyncio.CancelledError) and (
             not watching.done() or is_signalled()
         )
-        dead = _dead(VITAL)
+        dead = dead_processes(VITAL)
         if not dead or is_signal or not isinstance(error, Exception | asyncio.CancelledError):
             raise
         raise RayFailed(_death_message(dead)) from error
@@ -186,7 +186,7 @@ def _end_without_ray(
     this process after a minute without a message. The janitor ends the other processes.
     """
     while not is_over.wait(LOOK_EVERY_S):
-        if not (dead := _dead(VITAL)) and not is_signalled():
+        if not (dead := dead_processes(VITAL)) and not is_signalled():
             continue
         answered = threading.Event()
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -221,7 +221,7 @@ def _death_message(dead: Collection[str]) -> str:
 
 
 async def _cancel_without_ray(task: asyncio.Task[Any]) -> None:
-    while not _dead(VITAL):
+    while not dead_processes(VITAL):
         await asyncio.wait([task], timeout=LOOK_EVERY_S)
     await asyncio.sleep(SIGNAL_S)
     task.cancel()
@@ -232,10 +232,10 @@ def is_intact() -> bool:
 
     Return True for a joined cluster.
     """
-    return not _dead()
+    return not dead_processes()
 
 
-def _dead(kinds: Collection[str] | None = None) -> list[str]:
+def dead_processes(kinds: Collection[str] | None = None) -> list[str]:
     """Return the processes of the local Ray that have died, of these kinds."""
     node = ray_worker._global_node
     dead = [str(kind) for kind, _ in node.dead_processes()] if node is not None else []
@@ -273,7 +273,7 @@ def _start(directory: Path, num_cpus: int | None) -> None:
                 raise
             if supervisor.died(str(error)).gives_up:
                 num_attempts = LOCAL_RAY.restart.max_restarts + 1
-                cause = _last_error_in_logs(directory) or last_line(error)
+                cause = last_error_in_logs(directory) or last_line(error)
                 raise RayFailed(
                     f"Ray did not start on this machine in {num_attempts} attempts: {cause}. "
                     "Check memory, disk, processes (ulimit -u) and open files (ulimit -n) with "
@@ -317,7 +317,7 @@ def _init(directory: Path, num_cpus: int | None) -> None:
         ray_worker.connect, ray_node.GcsClient = connect, gcs_client
 
 
-def _last_error_in_logs(directory: Path) -> str:
+def last_error_in_logs(directory: Path) -> str:
     """Return the last error in the log of Ray's head, else of its node, else ""."""
     for name in ("gcs_server", "raylet"):
         for log in sorted(directory.glob(f"{FILES}/session_2*/logs/{name}.out"), reverse=True):
@@ -364,7 +364,8 @@ def _root() -> Path:
 
 
 @contextlib.contextmanager
-def _own_directory(root: Path) -> Iterator[Path]:
+def own_directory(root: Path) -> Iterator[Path]:
+    """Yield a new directory of this run below `root`, locked and removed at the end."""
     root.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))  # mode 0700
     unlocked = directory / f"{OWNER}.new"

@@ -55,7 +55,7 @@ def checked(config: ServerConfig, key: str) -> CheckedServer:
         key=key,
         checkpoints=_checkpoints(config),
         backend=backend,
-        listening=_listening(config),
+        listening=listening_socket(config),
     )
 
 
@@ -166,7 +166,7 @@ def _vocab_size(path: str) -> int:
     return size
 
 
-def _listening(config: ServerConfig) -> socket.socket:
+def listening_socket(config: ServerConfig) -> socket.socket:
     """Return a listening socket.
 
     Its connections send each part of an answer at once. asyncio sets this only on sockets of

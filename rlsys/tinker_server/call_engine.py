@@ -162,17 +162,17 @@ class PrimitiveEngine(FSDPEngine):
         """
         recording = RecordingLoss(loss, num_targets)
         if backward:
-            self._accumulate(Objective(self._role, recording, summed), [rows])
+            self._accumulate(Objective(self.role, recording, summed), [rows])
         else:
             self._evaluate(rows, recording)
         output = recording.output()
         is_finite = all(np.isfinite(values).all() for values in output.logprobs.values())
-        if self._ranks.max(int(not is_finite)):
+        if self.ranks.max(int(not is_finite)):
             raise FloatingPointError(
                 f"the log-probabilities are not finite: {self._cause_in_weights()} Load a "
                 "checkpoint."
             )
-        if self._ranks.max(int(not np.isfinite(output.loss))):
+        if self.ranks.max(int(not np.isfinite(output.loss))):
             raise FloatingPointError(
                 f"the loss is {output.loss}, although all log-probabilities are finite. Look for "
                 "huge weights, advantages or settings of the loss."
@@ -182,19 +182,19 @@ class PrimitiveEngine(FSDPEngine):
     def _cause_in_weights(self) -> str:
         """Return a sentence about the weights for a message. A collective."""
         after = f"after optimizer step {self.policy_version}"
-        parameters = self._parameters.values()
+        parameters = self.parameters.values()
         is_finite = all(bool(torch.isfinite(local_part(one.detach())).all()) for one in parameters)
-        if self._ranks.max(int(not is_finite)):
+        if self.ranks.max(int(not is_finite)):
             return f"the weights are not finite {after}."
         return f"the weights are finite but too large {after}."
 
     def _evaluate(self, rows: Sequence[TrainRow], loss: Any) -> None:
-        role = self._role
+        role = self.role
         columns = role.columns(loss, rows)
         passes = split_passes(
             rows, self._config.micro_batch_tokens, packed=role.packs, shares=role.shares
         )
-        passes += [[]] * (self._ranks.max(len(passes)) - len(passes))
+        passes += [[]] * (self.ranks.max(len(passes)) - len(passes))
         try:
             with torch.no_grad():
                 for chosen in passes:
@@ -217,7 +217,7 @@ class PrimitiveEngine(FSDPEngine):
             InvalidValue: There is no gradient.
             FloatingPointError: The gradient is not finite.
         """
-        parameters = list(self._parameters.values())
+        parameters = list(self.parameters.values())
         sums = self._reduced(parameters)
         if sums.denominator <= 0:
             self._begin_update()
@@ -242,13 +242,13 @@ class PrimitiveEngine(FSDPEngine):
         if 0 < step.grad_clip_norm < norm:
             scale = step.grad_clip_norm / norm
         scale_gradients(parameters, scale / self._scale.value)
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             is_matrix = all(one.ndim >= 2 for one in group["params"])
             group["lr"] = step.learning_rate
             group["betas"] = (step.beta1, step.beta2)
             group["eps"] = step.eps
             group["weight_decay"] = step.weight_decay if is_matrix else 0.0
-        self._optimizer.step()
+        self.optimizer.step()
         self._begin_update()
         self.policy_version += 1
         return {
@@ -279,5 +279,5 @@ class PrimitiveEngine(FSDPEngine):
             self.export(directory / WHOLE_MODEL)
             return
         trained = {name: whole(tensor).cpu() for name, tensor in self._tensors.items()}
-        if self._ranks.rank == 0:
+        if self.ranks.rank == 0:
             self._adapters.save(trained, directory)

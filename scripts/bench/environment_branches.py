@@ -52,7 +52,7 @@ def measure_branches(directory: Path) -> dict[str, float]:
         num_total_steps=1000,
         seed=0,
     )
-    network = engine._role.network
+    network = engine.role.network
     ratios, errors = {}, []
     for kind, make in (("forks", forks), ("thinking", thinking)):
         rng = np.random.default_rng(0)
@@ -65,13 +65,13 @@ def measure_branches(directory: Path) -> dict[str, float]:
             start = time.perf_counter()
             engine.accumulate(MicroBatch(rows=rows))
             seconds = time.perf_counter() - start
-            parameters = engine._parameters.values()
+            parameters = engine.parameters.values()
             gradient = torch.cat([p.grad.flatten().double() for p in parameters])
             loss = engine.optimizer_step().metrics["loss"]
             network.shares = True
             return seconds, gradient, loss
 
-        weights = {name: one.detach().clone() for name, one in engine._parameters.items()}
+        weights = {name: one.detach().clone() for name, one in engine.parameters.items()}
         of_kind = []
         for _ in range(REPEATS + 1):
             found = []
@@ -79,7 +79,7 @@ def measure_branches(directory: Path) -> dict[str, float]:
                 found.append(step(rows, shares=shares))
                 with torch.no_grad():
                     for name, weight in weights.items():
-                        engine._parameters[name].copy_(weight)
+                        engine.parameters[name].copy_(weight)
             (tree_s, of_tree, loss), (apart_s, of_apart, expected) = found
             of_kind.append(apart_s / tree_s)
         ratios[kind] = statistics.median(of_kind[1:])

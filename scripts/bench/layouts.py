@@ -203,14 +203,14 @@ def trained(path: Path, layout: ParallelLayout, rank: int) -> Step:
         rank=rank,
         world_size=layout.num_ranks,
     )
-    for group in engine._optimizer.param_groups:
+    for group in engine.optimizer.param_groups:
         group["eps"] = EPSILON
     share = rows()[layout.data_index(rank) :: layout.num_data]
     engine.accumulate(MicroBatch(rows=share))
-    parameters = engine._parameters
+    parameters = engine.parameters
     num_tokens = sum(len(row.token_ids) for row in rows())
     copies = {name: one.grad.detach().clone() for name, one in parameters.items()}
-    engine._gradients.add_up(list(parameters.values()))
+    engine.gradient_sums.add_up(list(parameters.values()))
     gradient = {name: whole(one.grad) / num_tokens for name, one in parameters.items()}
     for name, one in parameters.items():  # as the step does once more
         one.grad.copy_(copies[name])
@@ -221,7 +221,7 @@ def trained(path: Path, layout: ParallelLayout, rank: int) -> Step:
         with Weights(manifest) as weights:
             for name, shape in weights.shapes.items():
                 tensors[name] = weights.read(name, Box.whole(shape)).clone()
-    engine._ranks.max(0)  # no rank may end while the first one reads its shard
+    engine.ranks.max(0)  # no rank may end while the first one reads its shard
     return Step(result.metrics["loss"], gradient, tensors)
 
 

@@ -48,14 +48,14 @@ def _left_behind(
 ) -> Iterator[tuple[Kept, float]]:
     """Return this rank's file, which stays, and the seconds of a checkpoint."""
     engine = updates.training_engine(path, BEFORE, rank)
-    for tensor in engine._local_state().values():
+    for tensor in engine.local_state().values():
         if tensor.is_floating_point():
             local_part(tensor).normal_()
     memory = SharedMemory(f"rank-{rank}", engine.snapshot_bytes(1), purpose="a snapshot")
     held = engine.hold(engine.open_snapshots(memory.path, memory.name))
 
     def save() -> None:
-        parts = engine._ranks.all(held.write(checkpoint))
+        parts = engine.ranks.all(held.write(checkpoint))
         if rank == 0:
             finish_state(checkpoint, parts)
 
@@ -77,7 +77,7 @@ def _arrived(
             for file, node in zip(files, nodes[:2], strict=True)
         ]
         name, node = f"rank {rank}", nodes[2 + rank]
-        targets = engine._ranks.all(Holder(name, node, engine.state_holdings))
+        targets = engine.ranks.all(Holder(name, node, engine.state_holdings))
         found = find_move([(file, {0}) for file in own], targets, at_most=0)
         assert found is not None
         weight_deltas = [packed(found, sender, node) for sender in found.senders.get(node, ())]
@@ -95,9 +95,9 @@ def _seconds(engine: FSDPEngine, work: Callable[[], None]) -> float:
     """Return the shortest time of the slowest rank."""
     found = []
     for _ in range(REPEATS):
-        engine._ranks.max(0)  # all ranks begin together
+        engine.ranks.max(0)  # all ranks begin together
         start = time.perf_counter()
         work()
         spent = torch.tensor([time.perf_counter() - start])
-        found.append(float(engine._ranks.gather(spent).max()))
+        found.append(float(engine.ranks.gather(spent).max()))
     return round(min(found), 2)

@@ -14,6 +14,7 @@ The counts:
     fragments         docstrings that begin with a word of FRAGMENTS
     dialect_words     words of DIALECT in code and documentation
     match_assertions  pytest.raises(match=...)
+    private_accesses  uses of a private member of another object in tests
     code_lines        lines of rlsys/ and actors/
     test_lines        lines of tests/
     config_leaves     configuration fields of the default recipe
@@ -59,6 +60,14 @@ FRAGMENTS = re.compile(
     r"|He|She|They|We|You|I|This|That|These|Those|Its|Their|His|One)\b"
 )
 DIALECT = re.compile(r"\b(told|tells|stands|lies)\b", re.IGNORECASE)
+
+
+# `x._name` of another object, also in programs that tests start. Not counted: methods of named
+# tuples, and modules whose own names begin with an underscore.
+PRIVATE = re.compile(
+    r"(?<=[\w\])])(?<!\bself)(?<!\bcls)(?<!\bos)(?<!\bsys)(?<!\bray)(?<!\btorch)(?<!\bC)"
+    r"\._(?!replace\b|asdict\b)[a-z]\w*"
+)
 
 
 def modules(*folders: str) -> Iterator[Path]:
@@ -240,6 +249,7 @@ def evidence() -> dict[str, Sequence[object]]:
         ],
         "dialect_words": occurrences(DIALECT, code),
         "match_assertions": match_assertions(),
+        "private_accesses": occurrences(PRIVATE, modules("tests")),
     }
 
 

@@ -127,7 +127,7 @@ class Bench:
             seed=0,
             device=device,
         )
-        self.config = self._engine._model.config
+        self.config = self._engine.model.config
         self.vocab_size: int = self.config.vocab_size
 
     def step(self, rows: Sequence[TrainRow]) -> None:
@@ -146,7 +146,7 @@ class Bench:
 
     def tree(self) -> dict[str, float]:
         """Return the speed-up of shared prompts, and the differences of loss and gradient."""
-        network, shared = self._engine._role.network, group_rows(self.vocab_size, 4, 8, 256, 64)
+        network, shared = self._engine.role.network, group_rows(self.vocab_size, 4, 8, 256, 64)
         assert network.shares, "this model's rows cannot share their beginnings"
 
         def apart() -> None:
@@ -156,11 +156,11 @@ class Bench:
 
         pairs = in_turn(lambda: self.step(shared), apart)
         found: dict[bool, tuple[torch.Tensor, torch.Tensor]] = {}
-        weights = {name: one.detach().clone() for name, one in self._engine._parameters.items()}
+        weights = {name: one.detach().clone() for name, one in self._engine.parameters.items()}
         for shares in (True, False):
             network.shares = shares
             self._engine.accumulate(MicroBatch(rows=shared))
-            parameters = self._engine._parameters
+            parameters = self._engine.parameters
             gradient = torch.cat([p.grad.flatten().double() for p in parameters.values()])
             loss = self._engine.optimizer_step().metrics["loss"]
             found[shares] = torch.tensor(loss, dtype=torch.float64), gradient
@@ -235,7 +235,7 @@ def checkpoint(directory: Path) -> dict[str, float]:
     engine = Bench(path, "cpu", "float32")._engine
     memory = SharedMemory("rlsys-bench", engine.snapshot_bytes(1), purpose="the benchmark")
     file = engine.open_snapshots(memory.path, memory.name)
-    num_bytes = sum(tensor.nbytes for tensor in engine._local_state().values())
+    num_bytes = sum(tensor.nbytes for tensor in engine.local_state().values())
     source, target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
 
     def hold() -> None:

@@ -107,7 +107,7 @@ def _train(path: Path, pipe: Any) -> None:
         engine._before_change()
         moving_s = time.perf_counter() - start
         with torch.no_grad():
-            for parameter in engine._parameters.values():
+            for parameter in engine.parameters.values():
                 parameter.mul_(1.001)
         start = time.perf_counter()
         manifest = engine.publish()
@@ -395,12 +395,12 @@ def _take_half(manifest: WeightManifest, place: int, of: int) -> None:
 def _gather_and_write(engine: FSDPEngine) -> None:
     """Gather every tensor on rank 0 and write one file."""
     sizes = {name: math.prod(shape) * 4 for name, (_, shape) in engine._published.items()}
-    is_first = engine._ranks.rank == 0
+    is_first = engine.ranks.rank == 0
     memory = SharedMemory("peer", sum(sizes.values()), purpose="a file") if is_first else None
     flat = None if memory is None else memory.map()
     at = 0
     for name, size in sizes.items():
-        gathered = whole(engine._base[name])
+        gathered = whole(engine.base[name])
         if flat is not None:
             torch.from_numpy(flat[at : at + size]).view(torch.float32).copy_(gathered.reshape(-1))
             at += size
@@ -412,7 +412,7 @@ def _gather_and_write(engine: FSDPEngine) -> None:
 def _gather_and_broadcast(engine: FSDPEngine) -> None:
     """Gather a state dict on rank 0 and send all of it to each reader."""
     for name in engine._published:
-        gathered = whole(engine._base[name])
+        gathered = whole(engine.base[name])
         if dist.is_initialized():
             dist.broadcast(gathered.contiguous(), src=0)
 

@@ -186,7 +186,7 @@ def measure_engine(
     )
     synchronize()
     values["load_s"] = round(time.perf_counter() - start, 1)
-    network = engine._role.network
+    network = engine.role.network
     plain_forward = {layer: layer.forward for layer in decoder_layers(network.model)}
     peak = peak_tflops(torch.device(settings.device), "bfloat16")
     for case in cases:
@@ -233,7 +233,7 @@ def measure_case(
     """Time the steps of one case."""
     from rlsys.types import MicroBatch
 
-    config = engine._model.config
+    config = engine.model.config
     batch = make_rows(case, config.vocab_size)
     num_tokens = sum(len(row.prompt_token_ids) + len(row.token_ids) for row in batch)
 

@@ -48,7 +48,7 @@ async def measure(path: Path, shape: str, settings: Settings) -> None:
     rollout = RolloutConfig(max_running=64, kv_cache_gib=0.1 if settings.small else 4.0)
     engine = TorchEngine(path, rollout, dtype="bfloat16", device=settings.device, stop_token_ids=())
     await engine.start()
-    num_bytes = sum(p.numel() for p in trainer._model.parameters()) * 2
+    num_bytes = sum(p.numel() for p in trainer.model.parameters()) * 2
     try:
         for number in range(NUM_UPDATES):
             with measured(kind="weights", shape=shape, update=number + 1) as values:

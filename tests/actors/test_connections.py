@@ -269,7 +269,7 @@ def on_early_end(outcome):
 
 async def run():
     cancel_on_signals()
-    local_ray._dead = lambda kinds=None: ["raylet"] if is_dead else []
+    local_ray.dead_processes = lambda kinds=None: ["raylet"] if is_dead else []
     async with local_ray.ends_with_ray(on_early_end):
         if case == "signal":
             signal.raise_signal(signal.SIGTERM)
@@ -313,14 +313,14 @@ def test_too_few_open_files_are_an_error_before_ray_starts(monkeypatch: pytest.M
 KILLED_RUN = """
 import os, pathlib, sys
 from actors.cluster import local_ray
-with local_ray._own_directory(pathlib.Path(sys.argv[1])) as directory:
+with local_ray.own_directory(pathlib.Path(sys.argv[1])) as directory:
     (directory / local_ray.FILES).mkdir()
     os.kill(os.getpid(), 9)
 """
 
 
 def test_only_directories_of_the_dead_are_removed(tmp_path: Path) -> None:
-    with local_ray._own_directory(tmp_path) as living:
+    with local_ray.own_directory(tmp_path) as living:
         subprocess.run([sys.executable, "-c", KILLED_RUN, str(tmp_path)], check=False, timeout=300)
         strange = tmp_path / f"{PREFIX}strange"
         strange.mkdir()
@@ -337,7 +337,7 @@ import pathlib, subprocess, sys
 from actors.cluster import local_ray
 from actors.cluster.janitor import janitor
 from actors.cluster.joined_ray import REASONS
-with local_ray._own_directory(pathlib.Path(sys.argv[1])) as directory:
+with local_ray.own_directory(pathlib.Path(sys.argv[1])) as directory:
     (directory / local_ray.FILES).mkdir()
     with (
         janitor(directory, directory / local_ray.OWNER),
@@ -370,7 +370,7 @@ def test_the_next_run_ends_suspended_processes_of_a_killed_run(tmp_path: Path) -
 
 def test_a_suspended_janitor_does_not_block_its_run(tmp_path: Path) -> None:
     before = set(psutil.Process().children())
-    with local_ray._own_directory(tmp_path) as directory, janitor(directory, directory / OWNER):
+    with local_ray.own_directory(tmp_path) as directory, janitor(directory, directory / OWNER):
         (process,) = set(psutil.Process().children()) - before
         process.suspend()
     assert not process.is_running()
@@ -393,7 +393,7 @@ def test_the_last_error_of_rays_logs_is_found(log: str, expected: str, tmp_path:
     logs = tmp_path / local_ray.FILES / "session_2026" / "logs"
     logs.mkdir(parents=True)
     (logs / "raylet.out").write_text(log + "\n")
-    assert local_ray._last_error_in_logs(tmp_path) == expected
+    assert local_ray.last_error_in_logs(tmp_path) == expected
 
 
 def test_a_later_run_removes_files_written_after_a_run(tmp_path: Path) -> None:

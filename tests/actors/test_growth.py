@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from actors.trainer.elastic import growth
 from rlsys.config import AsyncConfig, TrainerConfig
 from rlsys.controller.simulation.simulated_workers import SimulatedTrainer
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
-from rlsys.controller.worker_protocols import TrainerDied
+from rlsys.controller.worker_protocols import StepRowsRef, TrainerDied
 from tests.controller.test_controller import world
 
 
@@ -23,10 +24,15 @@ class GrowingTrainer(SimulatedTrainer):
     from_version: int = 2
     snapshots: list[int] = field(default_factory=list)  # versions of the snapshots
     restarted: list[tuple[int, int]] = field(default_factory=list)  # from, to which version
+    num_shares: list[int] = field(default_factory=list)  # of each micro-batch
 
     @property
     def can_grow_now(self) -> bool:
         return self.num_data == 1 and self.version >= self.from_version
+
+    async def accumulate(self, micro_batches: Sequence[Sequence[StepRowsRef]]) -> None:
+        self.num_shares += map(len, micro_batches)
+        await super().accumulate(micro_batches)
 
     async def snapshot(self) -> None:
         self.snapshots.append(self.version)
@@ -61,7 +67,8 @@ def test_growing_costs_a_restart_and_nothing_else(max_staleness: int, answer_s: 
     assert w.checkpoints == [2, 4, 6]
     assert w.ledger.num_trained == 24
     # From then on micro-batches are for two ranks.
-    assert w.controller._training._assembler.num_ranks == 2
+    assert set(trainer_proxy.num_shares) == {1, 2}
+    assert trainer_proxy.num_shares == sorted(trainer_proxy.num_shares)
 
 
 def test_places_that_appear_during_a_step_are_used_after_it() -> None:

@@ -70,10 +70,10 @@ class TrainerProxy:
         self.corrupt.append(manifest.version)
 
 
-def replica(answer: Callable[[str], Any]) -> RayReplica:
-    trainer_proxy: Any = TrainerProxy()
+def replica(answer: Callable[[str], Any], trainer_proxy: Any = None) -> RayReplica:
+    proxy: Any = trainer_proxy or TrainerProxy()
     shards: Any = None
-    made = RayReplica(FakeWorker(answer), trainer_proxy, shards)
+    made = RayReplica(FakeWorker(answer), proxy, shards)
     made.node_id = "here"
     return made
 
@@ -134,8 +134,8 @@ def damaged(*times: bool) -> tuple[RayReplica, Any]:
     def answer(method: str) -> Any:
         return DamagedWeightsError("is damaged in 1 of its 9 buckets") if next(outcomes) else 0.25
 
-    living = replica(answer)
-    return living, living._trainer_proxy
+    trainer_proxy = TrainerProxy()
+    return replica(answer, trainer_proxy), trainer_proxy
 
 
 def take(of: RayReplica, version: int) -> float:
@@ -164,14 +164,14 @@ def test_weights_that_are_damaged_twice_end_a_replica() -> None:
 
 
 def test_after_a_missing_version_the_next_one_is_sent_in_full() -> None:
-    living = replica(lambda method: 0.25)
+    trainer_proxy = TrainerProxy()
+    living = replica(lambda method: 0.25, trainer_proxy)
     assert isinstance(living.worker, FakeWorker)
     living.worker.import_errors = [None, FileNotFoundError("gone")]
     take(living, 1)
     with pytest.raises(WeightsGone):
         take(living, 2)
     take(living, 3)
-    trainer_proxy: Any = living._trainer_proxy
     assert trainer_proxy.bases == [None, 1, None]
 
 
@@ -209,8 +209,8 @@ def test_a_replica_that_cannot_open_the_gpus_memory_loads_from_host_memory() -> 
         seen.append(trainer_proxy.imports.reads_devices)
         return DeviceSharingError("no peer access") if len(seen) == 1 else 0.25
 
-    living = replica(answer)
-    trainer_proxy: Any = living._trainer_proxy
+    trainer_proxy = TrainerProxy()
+    living = replica(answer, trainer_proxy)
     memory = DeviceHandle(handle=b"", num_bytes=1, owner=0)
     share = WeightShare(
         version=1, rank=0, node="here", path="", num_bytes=1, checksum=0, on_device=memory

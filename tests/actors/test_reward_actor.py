@@ -73,7 +73,13 @@ def test_rows_of_a_lost_shard_are_unreadable_and_slow_scores_arrive_later(
 ) -> None:
     monkeypatch.setattr(reward_module, "StoreClient", Store)
     actor_class: Any = RewardActor.__ray_actor_class__  # type: ignore[attr-defined]
-    actor = actor_class(make_runner, TOKENIZER, (), None, Tracer("reward-0"))
+    runners: list[RewardRunner] = []
+
+    def make() -> RewardRunner:
+        runners.append(make_runner())
+        return runners[0]
+
+    actor = actor_class(make, TOKENIZER, (), None, Tracer("reward-0"))
     tasks = [task(place, "dead" if place == 2 else "alive") for place in range(5)]
 
     async def scenario() -> list[dict[int, Score]]:
@@ -84,7 +90,7 @@ def test_rows_of_a_lost_shard_are_unreadable_and_slow_scores_arrive_later(
         while not part.is_last:
             part = await actor.more(7)
             parts.append({**part.scores})
-        await actor._runner.close()
+        await runners[0].close()
         return parts
 
     parts = asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))

@@ -34,7 +34,7 @@ VERSION = 7
 class Store:
     """Store that reads the same part for every cell and keeps what is written."""
 
-    def __init__(self, address: Any) -> None:
+    def __init__(self) -> None:
         self.written: list[dict[str, list[Any]]] = []
 
     async def get_async(self, cells: Sequence[ColumnRef], names: Sequence[str]) -> dict[str, Any]:
@@ -81,7 +81,8 @@ class Engine:
 def test_no_token_of_a_baseline_is_trained_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(store_writer, "StoreClient", Store)
+    store = Store()
+    monkeypatch.setattr(store_writer, "StoreClient", lambda address: store)
     actor_class: Any = RolloutActor.__ray_actor_class__  # type: ignore[attr-defined]
     gauges: dict[str, float] = {}
     reported_load: Any = SimpleNamespace(set=gauges.__setitem__)
@@ -111,7 +112,7 @@ def test_no_token_of_a_baseline_is_trained_on(
         "engine_generated_tokens": 0,
         "engine_preempted": 0,
     }
-    (columns,) = actor._store.client.written
+    (columns,) = store.written
     assert [row.tolist() for row in columns["token_ids"]] == [[3, 4], [3, 4], [1, 2, 3, 4]]
     assert [row.tolist() for row in columns["policy_versions"]] == [
         [VERSION] * 2,
@@ -162,7 +163,8 @@ class Endless(Engine):
 def test_withdrawn_requests_return_the_tokens_that_were_not_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(store_writer, "StoreClient", Store)
+    store = Store()
+    monkeypatch.setattr(store_writer, "StoreClient", lambda address: store)
     actor_class: Any = RolloutActor.__ray_actor_class__  # type: ignore[attr-defined]
     reported_load: Any = SimpleNamespace(set=lambda name, value: None)
     actor = actor_class(Endless, build_tokenizer("ab"), reported_load, None, Tracer("rollout-0"))
@@ -191,7 +193,7 @@ def test_withdrawn_requests_return_the_tokens_that_were_not_reported(
         ("0.0.0", 0, 2),
         ("0.1.0", 2, 2),
     }
-    (columns,) = actor._store.client.written
+    (columns,) = store.written
     assert [row.tolist() for row in columns["token_ids"]] == [[3, 4], [3, 4]]
 
 
@@ -208,7 +210,8 @@ def test_a_rollout_without_finite_probabilities_is_an_error_that_names_the_versi
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Not one after which a replica is replaced, since all replicas have these weights."""
-    monkeypatch.setattr(store_writer, "StoreClient", Store)
+    store = Store()
+    monkeypatch.setattr(store_writer, "StoreClient", lambda address: store)
     actor_class: Any = RolloutActor.__ray_actor_class__  # type: ignore[attr-defined]
     reported_load: Any = SimpleNamespace(set=lambda name, value: None)
     actor = actor_class(Diverged, build_tokenizer("ab"), reported_load, None, Tracer("rollout-0"))
@@ -227,4 +230,4 @@ def test_a_rollout_without_finite_probabilities_is_an_error_that_names_the_versi
     assert f"version {VERSION}" in str(found.value)
     assert not isinstance(found.value, DEADLY)
     assert isinstance(found.value, SELF_EXPLAINING)
-    assert actor._store.client.written == []
+    assert store.written == []

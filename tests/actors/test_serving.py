@@ -40,7 +40,7 @@ def test_an_answer_does_not_wait_for_the_clients_acknowledgement_of_its_first_pa
             writer.close()
 
         config = ServerConfig(model=BaseModelConfig(path="tiny"), port=0)
-        listening = serving._listening(config)
+        listening = serving.listening_socket(config)
         async with await asyncio.start_server(accepted, sock=listening):
             _, writer = await asyncio.open_connection(*listening.getsockname())
             async with asyncio.timeout(20):

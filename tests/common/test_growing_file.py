@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlsys.common import append_only_file
 from rlsys.common.append_only_file import GrowingFile, Tally
-from rlsys.common.atomic_files import DiskError
+from rlsys.common.atomic_files import DiskError, write_all
 
 
 def test_a_tally_by_hand() -> None:
@@ -77,24 +78,24 @@ class FullDisk:
         written: int = self.file.write(data[: len(data) // 2])
         return written
 
-    def truncate(self, size: int) -> None:
-        self.file.truncate(size)
 
-    def close(self) -> None:
-        self.file.close()
-
-
-def test_a_failed_line_leaves_the_file_unchanged(tmp_path: Path) -> None:
+def test_a_failed_line_leaves_the_file_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "lines"
-    file: Any = GrowingFile(path, kept=Tally())
+    file = GrowingFile(path, kept=Tally())
     file.append(b"first\n")
-    real, file._file = file._file, FullDisk(file._file)
+
+    def write(file: Any, data: bytes) -> None:
+        write_all(FullDisk(file), data)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(append_only_file, "write_all", write)
     with pytest.raises(DiskError) as raised:
         file.append(b"second\n")
     assert raised.value.errno == errno.ENOSPC
     assert str(path) in str(raised.value)
     assert path.read_bytes() == b"first\n"
-    file._file = real
+    monkeypatch.undo()
     file.append(b"third\n")
     file.close()
     assert path.read_bytes() == b"first\nthird\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -14,13 +13,8 @@ from rlsys.config import AsyncConfig
 from rlsys.controller.simulation.simulated_workers import SimulatedDisk
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.controller.state import OpenWork
-from tests.controller.test_controller import World, world
+from tests.controller.test_controller import World, until, world
 from tests.errors import error_about
-
-
-async def until(w: World, condition: Callable[[], bool]) -> None:
-    await asyncio.sleep(0)  # for there to be a controller
-    await w.controller._state.progress.until(condition)
 
 
 async def trained(w: World, num_steps: int) -> None:

@@ -174,6 +174,12 @@ class World:
                     chaos.result()
 
 
+async def until(w: World, condition: Callable[[], bool]) -> None:
+    """Wait for a condition that holds after some progress of the controller."""
+    await asyncio.sleep(0)  # for there to be a controller
+    await w.controller._state.progress.until(condition)
+
+
 def world(seed: int = 0, *, num_replicas: int = 1, **changes: Any) -> World:
     rng = random.Random(seed)
     return World(

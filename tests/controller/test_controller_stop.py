@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +12,7 @@ from rlsys.config import AsyncConfig
 from rlsys.controller.controller import Controller
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.controller.state import TrainedStep
-from tests.controller.test_controller import World, colocated, world
+from tests.controller.test_controller import World, colocated, until, world
 
 NUM_STEPS = 12
 
@@ -77,8 +76,7 @@ def test_a_stop_between_steps_and_a_death_afterwards() -> None:
     w.trainer_proxy.loses = 2
 
     async def stop_and_die(w: World) -> None:
-        await asyncio.sleep(0)
-        await w.controller._state.progress.until(lambda: len(w.observer.steps) >= 4)
+        await until(w, lambda: len(w.observer.steps) >= 4)
         w.controller.stop()
         w.trainer_proxy.die()
 

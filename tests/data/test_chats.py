@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,9 @@ def test_tokens_between_replies_have_no_version() -> None:
         seed=0,
         completion=completion,
     )
-    versions = engine._answer(request).policy_versions
+    engine.submit([request])
+    (generation,) = asyncio.run(engine.collect())
+    versions = generation.policy_versions
     assert completion.loss_mask is not None
     assert versions.tolist() == np.where(completion.loss_mask, 0, INJECTED).tolist()
 

@@ -206,9 +206,11 @@ def test_a_bug_in_the_thread_is_raised_by_check(tmp_path: Path) -> None:
         raise bug
 
     shared = Shared(peers=["a"], groups_per_step=1)
+    before = set(threading.enumerate())
     reader = PeerReader(Peers(tmp_path, shared, own="b", run_id="own-id", group_size=2), receive)
     assert asked.wait(300)
-    reader._thread.join(60)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
     with pytest.raises(AssertionError) as raised:
         reader.check()
     assert raised.value is bug

@@ -70,6 +70,7 @@ def test_a_long_wait_is_lent() -> None:
     clock = Clock()
     policy = measured(clock)
     # The wait is 10 s, less 3 s of training before the last group. The costs are 2 x 3 x 0.1 s.
+    assert policy.wait_s(2) == pytest.approx(7.0)
     assert policy.cost_s == pytest.approx(0.6)
     assert decide(policy, is_idle=False).action == "hold"
     assert decide(policy).action == "lend"
@@ -106,11 +107,13 @@ def test_the_devices_are_taken_back_when_training_fills_the_rest() -> None:
     policy.handed_over(0.0, num_awake=2)
     # 10 groups need 20 replica-seconds. Training and the return take 3.3 s, in which two replicas
     # sample 6.6 of them. Four replicas sample a group in 0.5 s.
+    missing = 10
     while (decision := decide(policy)).action == "hold" and decision.after_s is None:
         clock.now_s += 0.5
-        policy.missing(policy._missing - 1)
+        missing -= 1
+        policy.missing(missing)
     # Four groups miss, 8 replica-seconds: 0.35 s of four replicas until 6.6 are left.
-    assert policy._missing == 4
+    assert missing == 4
     assert decision.after_s == pytest.approx(0.35)
     clock.now_s += 0.36
     assert decide(policy).action == "take_back"
@@ -193,8 +196,8 @@ def test_steps_with_and_without_lending_teach_the_same() -> None:
     lent.gave_back(0.0, late_s=0.0)
     for policy in (alone, lent):
         policy.missing(10, begins=True)
-    assert alone._own_s() == pytest.approx(10.0)
-    assert lent._own_s() == pytest.approx(10.0)
+    assert alone.own_s == pytest.approx(10.0)
+    assert lent.own_s == pytest.approx(10.0)
 
 
 EVENTS = st.lists(
@@ -232,11 +235,10 @@ def test_it_lends_only_for_a_predicted_gain(
             assert not policy.is_lent
             assert borrowed
             assert missing
-            own_s, overlap_s = policy._own_s(), policy._overlap_s
+            own_s, wait_s = policy.own_s, policy.wait_s(borrowed)
             assert own_s is not None
-            assert overlap_s is not None
-            wait_s = max(own_s - overlap_s, policy._until_first_s(own_s))
-            assert wait_s >= margin * policy.cost_s
+            assert wait_s is not None
+            assert own_s >= wait_s >= margin * policy.cost_s
             policy.lends()
             policy.handed_over(number, num_awake=borrowed)
         elif decision.action == "take_back":

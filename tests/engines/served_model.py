@@ -114,7 +114,7 @@ class ServedModel:
                 web.post("/pause", self._pause),
                 web.post("/resume", self._resume),
                 web.post("/abort_requests", self._abort),
-                web.post("/update_weight_version", self._update_version),
+                web.post("/update_weight_version", self.update_version),
                 web.post("/inference/v1/generate", self._generate),
                 web.post("/inference/v1/abort_requests", self._abort_tokens),
             ]
@@ -181,7 +181,7 @@ class ServedModel:
             self.aborted.add("all")
         return web.json_response({})
 
-    async def _update_version(self, request: web.Request) -> web.Response:
+    async def update_version(self, request: web.Request) -> web.Response:
         assert self.is_paused
         self.version = (await request.json())["new_version"]
         return web.json_response({})

@@ -174,11 +174,11 @@ def test_an_adapter_that_overflows_harms_no_other_row(model_path: Path, tmp_path
     bank = batch.open_adapters()
     bank.select(np.array([1, 2, 0]), np.array([1, 2, 0]), num_rows=3)
     name = "model.layers.0.self_attn.q_proj"
-    x = torch.ones(3, bank._shapes[name][1])
+    layer = load_causal_lm(model_path, dtype="float32").get_submodule(name)
+    x = torch.ones(3, layer.in_features)
     with torch.no_grad():
-        found = bank.add_to((name,), x, torch.zeros(3, bank._shapes[name][0]))
-        base = load_causal_lm(model_path, dtype="float32")
-        expected = good.get_submodule(name)(x[:1]) - base.get_submodule(name)(x[:1])
+        found = bank.add_to((name,), x, torch.zeros(3, layer.out_features))
+        expected = good.get_submodule(name)(x[:1]) - layer(x[:1])
     assert not torch.isfinite(found[1]).all()
     torch.testing.assert_close(found[:1], expected, atol=1e-4, rtol=1e-4)
     assert not found[2].any()

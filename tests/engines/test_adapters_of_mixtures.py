@@ -18,7 +18,13 @@ from rlsys.engines.models.model_shape import model_shape
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.launcher.memory_estimate import num_trained
 from rlsys.launcher.tiny_models import build_tokenizer
-from tests.engines.training_harness import accumulate, assert_same, make_engine, make_rows, weights
+from tests.engines.training_harness import (
+    assert_same,
+    make_engine,
+    make_rows,
+    train_step,
+    weights,
+)
 from tests.errors import invalid
 from tests.tiers import rest_slow
 
@@ -76,8 +82,7 @@ def engine(model_path: Path) -> Iterator[FSDPEngine]:
     """After two steps: before the first, B is 0."""
     made = make_engine(model_path, lora="r4", loss=cross_entropy(), temperature=1.0)
     for seed in range(2):
-        accumulate(made, [make_rows(4, seed)])
-        made.optimizer_step()
+        train_step(made, make_rows(4, seed))
     yield made
     made.close()
 
@@ -86,7 +91,7 @@ def test_adapters_stand_beside_attention_and_export_as_peft_loads_them(
     model_path: Path, engine: FSDPEngine, tmp_path: Path
 ) -> None:
     is_latent = "deepseek" in AutoConfig.from_pretrained(model_path).model_type
-    adapted = {name.split(".lora_")[0] for name in engine._tensors}
+    adapted = {name.split(".lora_")[0] for name in engine.parameters}
     assert {name.rpartition(".")[2] for name in adapted} == (LATENT if is_latent else ATTENTION)
     assert len(adapted) == 2 * (5 if is_latent else 4)
 
@@ -112,7 +117,7 @@ def test_what_is_published_is_the_merged_model_with_the_experts_of_the_base(
     base = AutoModelForCausalLM.from_pretrained(model_path).state_dict()
     assert published.keys() == base.keys()
     changed = {name for name in base if not torch.equal(published[name], base[name])}
-    adapted = {f"{name.split('.lora_')[0]}.weight" for name in engine._tensors}
+    adapted = {f"{name.split('.lora_')[0]}.weight" for name in engine.parameters}
     assert changed == adapted
     assert any("experts" in name for name in base)
 
@@ -127,6 +132,6 @@ def test_what_cannot_be_adapted_is_refused_from_the_shape_alone(
         with invalid("model.lora", f"r4:{name}") as found:
             check_lora(f"r4:{name}", shape.linear_layers)
         assert name in found.value.rule
-    num_adapters = sum(tensor.numel() for tensor in engine._tensors.values())
+    num_adapters = sum(tensor.numel() for tensor in engine.parameters.values())
     model = ModelConfig(path=str(model_path), lora="r4")
     assert num_trained(shape, model) == num_adapters

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from rlsys.engines.devices.malloc_tuning import (
     LARGEST_MMAP_THRESHOLD,
     M_MMAP_THRESHOLD,
     Pieces,
+    keep_freed_memory,
 )
 from rlsys.types import MicroBatch
 from tests.engines.torch_engine_harness import build_model
@@ -27,7 +29,7 @@ MIB = 1 << 20
 LAYERS = """
 import contextlib, os, sys, torch
 from scripts.bench.loading import anonymous_bytes
-from rlsys.engines.devices.malloc_tuning import Pieces, _heap, apart, keep_freed_memory
+from rlsys.engines.devices.malloc_tuning import Pieces, apart, heap_sizes, keep_freed_memory
 
 keep_freed_memory()
 between = apart if sys.argv[1] == "apart" else contextlib.nullcontext
@@ -38,7 +40,7 @@ for _ in range(40):
     kept.append(torch.ones(6 << 18))
     del weights
     kept.append(torch.ones(5 << 18))
-free = _heap().free
+free = heap_sizes().free
 before = anonymous_bytes(os.getpid())
 Pieces().release()
 print(free >> 20, before - anonymous_bytes(os.getpid()) >> 20)
@@ -61,7 +63,7 @@ def run_layers(how: str) -> tuple[int, int]:
 
 @pytest.fixture(autouse=True)
 def _needs_glibc() -> None:
-    if malloc_tuning._heap() is None:
+    if malloc_tuning.heap_sizes() is None:
         pytest.skip("no glibc that reports its heap")
 
 
@@ -75,13 +77,26 @@ def test_short_lived_blocks_leave_no_holes_between_others() -> None:
     assert given_back < 8
 
 
-def test_fragments_are_returned_only_if_large_in_a_large_micro_batch() -> None:
+def test_fragments_are_returned_only_if_large_in_a_large_micro_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    returned: list[None] = []
+    monkeypatch.setattr(malloc_tuning, "return_freed_memory", lambda: returned.append(None))
+    keep_freed_memory()
+
+    def are_returned(pieces: Pieces, used: int, free: int) -> bool:
+        sizes = SimpleNamespace(used=used * MIB, free=free * MIB)
+        monkeypatch.setattr(malloc_tuning, "heap_sizes", lambda: sizes)
+        before = len(returned)
+        pieces.release()
+        return len(returned) > before
+
     pieces = Pieces()
-    assert not pieces._are_many(1000 * MIB, 150 * MIB), "a seventh"
-    assert pieces._are_many(1000 * MIB, 250 * MIB)
-    assert not pieces._are_many(100 * MIB, 1150 * MIB), "a small micro-batch"
-    assert pieces._are_many(960 * MIB, 250 * MIB)
-    assert not Pieces()._are_many(10 * MIB, 50 * MIB), "little"
+    assert not are_returned(pieces, 1000, 150), "a seventh"
+    assert are_returned(pieces, 1000, 250)
+    assert not are_returned(pieces, 100, 1150), "a small micro-batch"
+    assert are_returned(pieces, 960, 250)
+    assert not are_returned(Pieces(), 10, 50), "little"
 
 
 def test_ranks_gather_and_reduce_in_separate_blocks(
@@ -91,14 +106,14 @@ def test_ranks_gather_and_reduce_in_separate_blocks(
     # bfloat16 on one rank: FSDP2 gathers its layers, too.
     engine = make_engine(build_model(tmp_path, "llama"), dtype="bfloat16")
     thresholds: list[int] = []
-    known = malloc_tuning._glibc
+    known = malloc_tuning.glibc_function
 
     def glibc(function: str) -> object:
         if function != "mallopt":
             return known(function)
         return lambda option, value: thresholds.append(value) if option == M_MMAP_THRESHOLD else 0
 
-    monkeypatch.setattr(malloc_tuning, "_glibc", glibc)
+    monkeypatch.setattr(malloc_tuning, "glibc_function", glibc)
     engine.accumulate(MicroBatch(rows=make_rows(2)))
     engine.close()
     num_times, rest = divmod(len(thresholds), 2)

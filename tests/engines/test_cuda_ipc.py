@@ -13,7 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.reallocation.transport.cuda_ipc import HANDLE_BYTES, SPARE_FRAC, shared_device
+from rlsys.reallocation.transport.cuda_ipc import (
+    HANDLE_BYTES,
+    SPARE_FRAC,
+    CudaDevice,
+    shared_device,
+)
 from rlsys.reallocation.transport.shared_device import DeviceSharingError, SharedDevice
 from rlsys.reallocation.transport.shared_memory import MemoryGone
 from rlsys.reallocation.transport.staging import DamagedWeightsError
@@ -21,8 +26,13 @@ from rlsys.reallocation.transport.weight_views import Weights
 from rlsys.types import WeightManifest
 from tests.engines.published import read_all
 from tests.engines.torch_engine_harness import build_model, prompt, request
-from tests.engines.training_harness import accumulate, make_engine, make_rows, tiny_model
-from tests.reallocation.fake_device import stage_on
+from tests.engines.training_harness import (
+    make_engine,
+    make_rows,
+    tiny_model,
+    train_step,
+)
+from tests.reallocation.fake_device import segments_of, stage_on
 
 pytestmark = pytest.mark.gpu
 
@@ -33,6 +43,22 @@ TENSORS = {
     "odd": torch.linspace(-1, 1, 12_345, dtype=torch.bfloat16),
     "scalar": torch.tensor(2.5),
 }
+
+
+class RecordedDevice(CudaDevice):
+    """A GPU with a list of the memory that is allocated through it."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cuda", torch.cuda.current_device()))
+        self.allocated: list[torch.Tensor] = []
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        self.allocated.append(super().allocate(num_bytes))
+        return self.allocated[-1]
+
+    def free(self, memory: torch.Tensor) -> None:
+        super().free(memory)
+        self.allocated = [one for one in self.allocated if one is not memory]
 
 
 def gpu() -> SharedDevice:
@@ -117,17 +143,19 @@ def test_another_process_reads_each_version_bit_by_bit(expandable: bool) -> None
     try:
         on_gpu = {name: tensor.cuda() for name, tensor in TENSORS.items()}
         with process(read) as (reader, _):
-            stage, manifest = stage_on(gpu(), 1, on_gpu)
+            device = RecordedDevice()
+            stage, manifest = stage_on(device, 1, on_gpu)
             assert_equal(answer(reader, (manifest, False)), TENSORS)
             for tensor in on_gpu.values():
                 tensor.mul_(2)
-            segments = stage._layout.segments
+            segments = segments_of(on_gpu)
             share = stage.write(segments, 2, lambda one: on_gpu[one.name][one.box.slices])
             assert share.path == manifest.shares[0].path
             again = WeightManifest(version=2, shares=(share,))
             assert_equal(answer(reader, (again, False)), on_gpu)
             assert isinstance(answer(reader, (manifest, False)), MemoryGone)
-            stage._buffers[0].body[7] ^= 1
+            (memory,) = device.allocated
+            memory[7] ^= 1
             torch.cuda.synchronize()
             assert isinstance(answer(reader, (again, False)), DamagedWeightsError)
             stage.close()
@@ -144,11 +172,12 @@ def test_freed_memory_can_be_allocated_again() -> None:
 
 
 def test_a_reader_that_is_killed_releases_the_memory() -> None:
-    stage, manifest = stage_on(gpu(), 1, TENSORS)
+    device = RecordedDevice()
+    stage, manifest = stage_on(device, 1, TENSORS)
     with process(read) as (reader, reading):
         assert_equal(answer(reader, (manifest, True)), TENSORS)
         assert answer(reader) == "open"
-        segments = stage._layout.segments
+        segments = segments_of(TENSORS)
 
         def publish(version: int) -> str:
             return stage.write(segments, version, lambda one: TENSORS[one.name]).path
@@ -158,7 +187,7 @@ def test_a_reader_that_is_killed_releases_the_memory() -> None:
         reading.join()
         assert publish(3) == manifest.shares[0].path
     stage.close()
-    assert not stage._buffers
+    assert not device.allocated
 
 
 def test_a_trainer_that_is_killed_is_noticed_and_the_reader_goes_on() -> None:
@@ -195,8 +224,7 @@ def test_a_trainer_publishes_the_same_in_both_memories(tmp_path: Path, dtype: st
     engine = make_engine(path, device="cuda", dtype=dtype, shares_device=True)
     with process(read) as (reader, _):
         for step in range(2):
-            accumulate(engine, [make_rows(6, seed=step)])
-            engine.optimizer_step()
+            train_step(engine, make_rows(6, seed=step))
             manifest = engine.publish()
             assert manifest is not None
             assert manifest.shares[0].on_device is not None
@@ -211,8 +239,7 @@ def test_a_trainer_publishes_the_same_in_both_memories(tmp_path: Path, dtype: st
 def test_an_engine_samples_alike_after_both_updates(tmp_path: Path) -> None:
     path = build_model(tmp_path, "qwen3")
     engine = make_engine(path, device="cuda", shares_device=True)
-    accumulate(engine, [make_rows(6)])
-    engine.optimizer_step()
+    train_step(engine, make_rows(6))
     with process(sample) as (sampler, _):
         tokens, logprobs = answer(sampler, (path, engine.publish()))
         expected, from_host = answer(sampler, (path, engine.publish(on_device=False)))

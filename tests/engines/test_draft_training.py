@@ -42,6 +42,7 @@ from tests.engines.training_harness import (
     make_rows,
     save,
     tiny_model,
+    train_step,
     weights,
     whole_state,
 )
@@ -268,7 +269,7 @@ def test_the_loss_is_the_divergence_of_the_policy_from_the_drafts(
                 if not step:
                     agreeing.append(bool(drafted.argmax() == found.logits[0, column].argmax()))
     engine = make_engine(model, speculation=options(num_tokens=num_steps))
-    engine._role.network.chunk_tokens = chunk_tokens
+    engine.role.network.chunk_tokens = chunk_tokens
     with torch.enable_grad():
         accumulate(engine, [rows])
     result = engine.optimizer_step()
@@ -282,8 +283,7 @@ def test_a_head_learns_a_fixed_policy(model: Path) -> None:
     )
     found = []
     for step in range(60):
-        accumulate(engine, [make_rows(12, seed=step % 3)])
-        found.append(engine.optimizer_step().metrics)
+        found.append(train_step(engine, make_rows(12, seed=step % 3)).metrics)
     losses = [one[metrics.DRAFT_LOSS] for one in found]
     agreement = [one[metrics.DRAFT_AGREEMENT] for one in found]
     assert np.mean(losses[-3:]) < 0.5 * np.mean(losses[:3])
@@ -308,8 +308,7 @@ def test_a_checkpoint_has_head_and_optimizer(model: Path, tmp_path: Path) -> Non
     rows = make_rows(8, seed=9)
     results = []
     for one in (engine, resumed):
-        accumulate(one, [rows])
-        results.append(one.optimizer_step().metrics)
+        results.append(train_step(one, rows).metrics)
     assert results[0] == results[1]
 
 
@@ -384,8 +383,7 @@ def test_a_given_head_may_draft_a_part_of_the_vocabulary(model: Path, tmp_path: 
     )
     found: list[Mapping[str, float]] = []
     for _ in range(12):
-        accumulate(engine, [make_rows(12)])
-        found.append(engine.optimizer_step().metrics)
+        found.append(train_step(engine, make_rows(12)).metrics)
     assert found[-1][metrics.DRAFT_LOSS] < found[0][metrics.DRAFT_LOSS]
     manifest = engine.publish()
     assert manifest is not None
@@ -439,8 +437,7 @@ def on_rank(rank: int, num_ranks: int, model: str) -> tuple[list[StepResult], An
     for step in range(2):
         rows = make_rows(9, seed=step)
         share = rows if num_ranks == 1 else (rows[:7] if rank == 0 else rows[7:])
-        accumulate(engine, [share])
-        results.append(engine.optimizer_step())
+        results.append(train_step(engine, share))
     state = drafted_state(engine)
     engine.close()
     return results, state

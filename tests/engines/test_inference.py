@@ -83,7 +83,7 @@ def test_values_and_scores_are_those_of_transformers(kind: str, tmp_path: Path) 
     for values, expected in zip(critic.infer(rows), plain_values(path, rows), strict=True):
         np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-5)
     scorer = InferenceEngine(path, head="score", max_tokens=50)
-    assert isinstance(scorer._role.network, ScalarNetwork)
+    assert isinstance(scorer.role.network, ScalarNetwork)
     scores = scorer.infer(rows)
     assert {score.shape for score in scores} == {(1,)}
     np.testing.assert_allclose(
@@ -97,7 +97,7 @@ def test_models_of_other_kinds_score_as_transformers_runs_them(kind: str, tmp_pa
     path = scalar_model(tmp_path / kind, kind, type_vocab_size=2)
     rows = make_rows(6)
     scorer = InferenceEngine(path, head="score", max_tokens=50)
-    assert isinstance(scorer._role.network, WholeScorer)
+    assert isinstance(scorer.role.network, WholeScorer)
     scores = np.concatenate(scorer.infer(rows))
     np.testing.assert_allclose(scores, plain_scores(path, rows), rtol=1e-5, atol=1e-5)
 
@@ -134,7 +134,7 @@ def test_a_decoder_may_score_as_transformers_runs_it(
     path = scalar_model(tmp_path, "qwen3", pad_token_id=pad_token_id)
     rows = make_rows(4)
     scorer = InferenceEngine(path, head="score")
-    scorer._role.network = WholeScorer(load_scalar_lm(path, dtype="float32", fresh_head=False))
+    scorer.role.network = WholeScorer(load_scalar_lm(path, dtype="float32", fresh_head=False))
     scores = np.concatenate(scorer.infer(rows))
     np.testing.assert_allclose(scores, plain_scores(path, rows), rtol=1e-5, atol=1e-5)
     assert scorer.infer([]) == []
@@ -151,7 +151,7 @@ def test_a_frozen_model_is_kept_in_its_own_precision_alone(tmp_path: Path) -> No
     rows = make_rows(6)
     for head in ("value", "score"):
         engine = InferenceEngine(path, head=head, dtype="bfloat16")
-        parameters = list(engine._role.network.parameters())
+        parameters = list(engine.role.network.parameters())
         assert {p.dtype for p in parameters} == {torch.bfloat16}
         assert not any(p.requires_grad for p in parameters)
         exact = InferenceEngine(path, head=head).infer(rows)
@@ -254,7 +254,7 @@ def test_a_student_learns_from_likeliest_tokens_as_by_autograd(tmp_path: Path) -
         for row, values in zip(rows, distributions, strict=True)
     ]
     engine = make_engine(student, loss=top_k_distill(), temperature=1.0)
-    engine._role.network.chunk_tokens = 7
+    engine.role.network.chunk_tokens = 7
     engine.accumulate(MicroBatch(rows=rows))
     found = gradients(engine)
 

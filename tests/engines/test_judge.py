@@ -288,17 +288,17 @@ def test_a_reply_without_finite_probabilities_fails_its_rollout(
     judge = judges()
     rollouts = [rollout(group, 0, "x" * group) for group in range(3)]
     scores = judge.judge(rollouts)
-    collect = judge._engine.collect
+    collect = TorchEngine.collect
 
-    async def with_a_failure() -> list[Generation]:
+    async def with_a_failure(engine: TorchEngine) -> list[Generation]:
         return [
             replace(one, sampler_logprobs=one.sampler_logprobs * np.nan).until_failure()
             if one.request_id == "1"
             else one
-            for one in await collect()
+            for one in await collect(engine)
         ]
 
-    monkeypatch.setattr(judge._engine, "collect", with_a_failure)
+    monkeypatch.setattr(TorchEngine, "collect", with_a_failure)
     first, failure, third = judge.judge(rollouts)
     assert [first, third] == [scores[0], scores[2]]
     assert isinstance(failure, RewardFailure)

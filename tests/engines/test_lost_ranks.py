@@ -22,8 +22,9 @@ from torch.multiprocessing.spawn import ProcessExitedException
 from rlsys.engines.generation.generation_protocol import GenerationEngine
 from rlsys.engines.models.causal_lm import load_causal_lm
 from rlsys.engines.models.model_tensors import model_tensors
+from rlsys.engines.training import publisher
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.reallocation.plan import Segment
+from rlsys.reallocation.shards import local_part
 from rlsys.reallocation.transport.shared_memory import MemoryGone
 from rlsys.reallocation.transport.weight_views import Weights
 from rlsys.types import Generation, WeightManifest
@@ -31,7 +32,7 @@ from scripts.ranks import staying_ranks
 from tests.engines import published
 from tests.engines.test_torch_engine import collect, running_engine
 from tests.engines.torch_engine_harness import build_model, prompt, request
-from tests.engines.training_harness import accumulate, make_engine, make_rows
+from tests.engines.training_harness import make_engine, make_rows, train_step
 
 PARTS_BEFORE_DEATH = 3
 
@@ -58,7 +59,7 @@ class RankGroup:
             self.go.wait()
             step(engine, seed=2)
             if rank == 1:
-                die_at_a_part(engine)
+                die_at_a_part()
             engine.publish()
 
         threading.Thread(target=go_on, daemon=True).start()
@@ -66,21 +67,19 @@ class RankGroup:
 
 
 def step(engine: FSDPEngine, seed: int) -> None:
-    accumulate(engine, [make_rows(4, seed=seed)])
-    engine.optimizer_step()
+    train_step(engine, make_rows(4, seed=seed))
 
 
-def die_at_a_part(engine: FSDPEngine) -> None:
-    publisher: Any = engine._publisher
-    part, staged = publisher._part, threading.Semaphore(PARTS_BEFORE_DEATH)
+def die_at_a_part() -> None:
+    """End this process while it stages, at its part PARTS_BEFORE_DEATH + 1."""
+    staged = threading.Semaphore(PARTS_BEFORE_DEATH)
 
-    def last(tensor: torch.Tensor, segment: Segment) -> torch.Tensor:
+    def last(tensor: torch.Tensor) -> torch.Tensor:
         if not staged.acquire(blocking=False):
             os.kill(os.getpid(), signal.SIGKILL)
-        found: torch.Tensor = part(tensor, segment)
-        return found
+        return local_part(tensor)
 
-    publisher._part = last
+    pytest.MonkeyPatch().setattr(publisher, "local_part", last)
 
 
 def until_gone(pid: int) -> None:

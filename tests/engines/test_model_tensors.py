@@ -18,7 +18,7 @@ from rlsys.reallocation.transport.weight_views import Weights
 from rlsys.types import TrainRow
 from tests.engines.buffered_models import BUFFERED, build_buffered
 from tests.engines.published import read_all
-from tests.engines.training_harness import accumulate, make_engine, make_rows, save
+from tests.engines.training_harness import make_engine, make_rows, save, train_step
 from tests.tiers import rest_slow
 
 FAMILIES = sorted(BUFFERED)
@@ -35,8 +35,7 @@ def paths(
 
 def trained(path: Path, **options: Any) -> FSDPEngine:
     engine = make_engine(path, temperature=1.0, **options)
-    accumulate(engine, [make_rows(3)])
-    engine.optimizer_step()
+    train_step(engine, make_rows(3))
     return engine
 
 

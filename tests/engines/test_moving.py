@@ -137,7 +137,7 @@ def test_every_element_is_written_once_and_correctly(was: list[Holder], to: list
     def copy_parts(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for into, source in pairs:
             assert into.shape == source.shape
-            written.update([into.untyped_storage()._cdata] * into.numel())
+            written.update([into.untyped_storage().data_ptr()] * into.numel())
             into.copy_(source)
 
     with kept(was, steps) as files, pytest.MonkeyPatch.context() as patch:
@@ -150,7 +150,7 @@ def test_every_element_is_written_once_and_correctly(was: list[Holder], to: list
             for name, tensor in found[target.rank].items():
                 (box,) = (one.box for one in target.holdings if one.name == name)
                 assert torch.equal(tensor, numbers(name, STEP)[box.slices])
-                assert written[tensor.untyped_storage()._cdata] == tensor.numel()
+                assert written[tensor.untyped_storage().data_ptr()] == tensor.numel()
         # Nothing crosses a border that is there already, and nothing twice.
         least = minimal_bytes(was, to)
         assert move.bytes_sent == sum(least.imported.values())

@@ -69,9 +69,9 @@ def trained(path: Path, layout: str, rank: int = 0, world_size: int = 1, **optio
 
 def summed(engine: Any) -> Weights:
     """Return gradients of all ranks, some of which the engine sums only in the optimizer step."""
-    parameters = engine._parameters
+    parameters = engine.parameters
     copies = {name: one.grad.detach().clone() for name, one in parameters.items()}
-    engine._gradients.add_up(list(parameters.values()))
+    engine.gradient_sums.add_up(list(parameters.values()))
     found = gradients(engine)
     for name, one in parameters.items():  # the optimizer step sums them again
         one.grad.copy_(copies[name])
@@ -101,7 +101,7 @@ def with_experts(rows: Sequence[TrainRow]) -> list[TrainRow]:
 def check_holdings(engine: FSDPEngine) -> None:
     """Check that a rank has the shards in its `holdings`."""
     for held in engine.holdings:
-        tensor = engine._tensors[held.name]
+        tensor = engine.base[held.name]
         assert held.shape == tensor.shape
         assert torch.equal(local_part(tensor), whole(tensor)[held.box.slices]), held
 
@@ -298,7 +298,7 @@ def resumed(rank: int, world_size: int, directory: Path, *, before: str, after: 
         )
 
     def step(one: Any) -> None:
-        layout = one._layout
+        layout = one.layout
         one.accumulate(MicroBatch(rows=ROWS[layout.data_index(rank) :: layout.num_data]))
         one.optimizer_step()
 
@@ -312,7 +312,7 @@ def resumed(rank: int, world_size: int, directory: Path, *, before: str, after: 
     for one in (first, second):
         step(one)
     second.export(directory / f"hf-{after}")
-    outputs = second.infer(ROWS) if second._layout.counts(rank) else second.infer(ROWS) and None
+    outputs = second.infer(ROWS) if second.layout.counts(rank) else second.infer(ROWS) and None
     return restored, saved, weights(first), weights(second), outputs
 
 
@@ -328,11 +328,11 @@ def tied_moments(rank: int, world_size: int, directory: Path) -> list[torch.Tens
     for _ in range(2):
         engine.accumulate(MicroBatch(rows=ROWS))
         engine.optimizer_step()
-    assert engine._role.stage is not None
-    weight = engine._role.stage.tied_weight()
+    assert engine.role.stage is not None
+    weight = engine.role.stage.tied_weight()
     if weight is None:
         return None
-    moments = engine._optimizer.moments(weight)
+    moments = engine.optimizer.moments(weight)
     return [local_part(one).detach().clone() for one in (weight, *(moments[n] for n in MOMENTS))]
 
 
@@ -388,7 +388,7 @@ def inferred(rank: int, world_size: int, directory: Path, *, cases: Sequence[Any
             )
             for _ in range(3)
         )
-        own = ROWS[first._layout.data_index(rank) :: first._layout.num_data]
+        own = ROWS[first.layout.data_index(rank) :: first.layout.num_data]
         outputs = [one.infer(own) for one in (first, second, third)][:1]
         first.accumulate(MicroBatch(rows=own))
         first.infer(own)

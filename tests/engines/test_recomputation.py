@@ -35,7 +35,7 @@ def gradient(path: Path, how: Checkpointing, **options: object) -> dict[str, tor
         row.prompt_token_ids[:] = long[0].prompt_token_ids
     engine = engine_of(path, how, **options)
     accumulate(engine, [make_rows(6), long])
-    assert engine._role.shares
+    assert engine.role.shares
     return gradients(engine)
 
 
@@ -61,7 +61,7 @@ def test_peak_memory_is_lower(tmp_path: Path) -> None:
     peaks = {}
     for how in HOW:
         engine = engine_of(path, how)
-        with LiveBytes(engine._model.parameters()) as live:
+        with LiveBytes(engine.model.parameters()) as live:
             accumulate(engine, [rows])
         peaks[how] = live.peak - sum(x.nbytes for x in gradients(engine).values())
         assert live.now < 0.1 * live.peak + sum(x.nbytes for x in gradients(engine).values())

@@ -17,15 +17,15 @@ from rlsys.engines.training.zero_copy_publication import zero_copy_tensors
 from rlsys.reallocation.transport import version_memory
 from rlsys.reallocation.transport.staging import DamagedWeightsError
 from rlsys.reallocation.transport.weight_views import Weights
-from tests.engines.published import read_all
+from tests.engines.published import read_all, writable
 from tests.engines.training_harness import (
-    accumulate,
     hold,
     make_engine,
     make_rows,
     memory,
     save,
     tiny_model,
+    train_step,
 )
 
 Copies = dict[str, torch.Tensor]
@@ -37,12 +37,11 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def step(engine: FSDPEngine, seed: int) -> None:
-    accumulate(engine, [make_rows(4, seed=seed)])
-    engine.optimizer_step()
+    train_step(engine, make_rows(4, seed=seed))
 
 
 def copies(engine: FSDPEngine) -> Copies:
-    return {name: tensor.detach().clone() for name, tensor in engine._base.items()}
+    return {name: tensor.detach().clone() for name, tensor in engine.base.items()}
 
 
 def assert_same(one: Copies, other: Copies) -> None:
@@ -52,12 +51,12 @@ def assert_same(one: Copies, other: Copies) -> None:
 
 def places(engine: FSDPEngine) -> set[int]:
     """Return the addresses of the weights."""
-    return {tensor.untyped_storage().data_ptr() for tensor in engine._base.values()}
+    return {tensor.untyped_storage().data_ptr() for tensor in engine.base.values()}
 
 
 def test_nothing_is_copied_to_publish(model_path: Path) -> None:
     engine = make_engine(model_path)
-    parameters = dict(engine._model.named_parameters())
+    parameters = dict(engine.model.named_parameters())
     assert len(places(engine)) > 1
     engine.publish()
     (place,) = places(engine)
@@ -67,7 +66,7 @@ def test_nothing_is_copied_to_publish(model_path: Path) -> None:
         assert manifest is not None
         assert places(engine) == {place}
         assert_same(read_all(manifest), copies(engine))
-    assert all(one is parameters[name] for name, one in engine._model.named_parameters())
+    assert all(one is parameters[name] for name, one in engine.model.named_parameters())
     engine.close()
 
 
@@ -163,7 +162,7 @@ def test_unannounced_changes_are_not_published(model_path: Path) -> None:
     engine = make_engine(model_path)
     engine.publish()
     with torch.no_grad():
-        next(engine._model.parameters()).add_(1)
+        next(engine.model.parameters()).add_(1)
     with pytest.raises(AssertionError):
         engine.publish()
     engine.close()
@@ -175,10 +174,10 @@ def test_damage_of_published_weights_is_found_before_they_are_copied(
     engine = make_engine(model_path)
     path = memory(tmp_path / "snapshots", engine.snapshot_bytes(1))
     file = engine.open_snapshots(path, "snapshots")
-    engine.publish()
+    manifest = engine.publish()
+    assert manifest is not None
     engine.snapshot(file)
-    assert engine._publisher is not None
-    engine._publisher._stage.memory.kept[0].content[-8] ^= 1  # like a bug in another program
+    writable(manifest.shares[0])[-8] ^= 1  # like a bug in another program
     passed_on: list[Callable[[], object]] = [
         *(lambda: step(engine, 0), engine.publish, lambda: engine.snapshot(file)),
         lambda: engine.export(tmp_path / "hf"),
@@ -195,9 +194,9 @@ def test_damage_of_published_weights_is_found_before_they_are_copied(
 
 def test_damage_that_makes_the_loss_nan_is_reported_as_damage(model_path: Path) -> None:
     engine = make_engine(model_path)
-    engine.publish()
-    assert engine._publisher is not None
-    engine._publisher._stage.memory.kept[0].content[-1024:] = 0xFF  # NaN, in float32
+    manifest = engine.publish()
+    assert manifest is not None
+    writable(manifest.shares[0])[-1024:] = 0xFF  # NaN, in float32
     with pytest.raises(DamagedWeightsError):
         step(engine, 0)
     engine.close()

@@ -19,9 +19,12 @@ from rlsys.dataflow.store.blocks import BlockRef, ColumnRef, layout_of, read_col
 from rlsys.engines.generation.continuation import continued, merged
 from rlsys.engines.models.causal_lm import load_causal_lm
 from rlsys.engines.models.collate import collate
+from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.engines.models.routing import replayable_routing
+from rlsys.reallocation.transport.weight_views import open_verified
 from rlsys.types import Generation, GenerationRequest, MicroBatch, TrainRow
 from scripts.bench.layouts import build_model
+from tests.engines import published
 from tests.engines.torch_engine_harness import batch_of, request, run
 from tests.engines.training_harness import gradients, make_engine
 from tests.errors import invalid
@@ -166,10 +169,9 @@ def test_tokens_keep_their_experts_over_new_weights_and_another_replica(
     first.step()  # b has one token left to sample
     prior = {one.request_id: one for one in first.progress()}
     # New weights in the middle: recorded experts are kept.
-    with torch.no_grad():
-        new = dict(second._backbone._model.named_parameters())
-        for name, parameter in first._backbone._model.named_parameters():
-            parameter.copy_(new[name])
+    tensors = model_tensors(load_causal_lm(perturbed, dtype="float32"))
+    weights = open_verified(published.publish(1, tensors.items()), tensors)
+    first.load(weights, first.prepare(weights))
     went_on: dict[str, Generation] = {}
     while first.has_work:
         went_on |= {one.request_id: one for one in first.step()}

@@ -13,6 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlsys.engines.devices.cpu import linear_function
+from rlsys.engines.generation.torch import fused_decoder
 from rlsys.engines.generation.torch.backbone import Backbone
 from rlsys.engines.generation.torch.kv_cache import SlotCache, slot_capacity
 from rlsys.engines.models.attention import AttentionRule
@@ -286,9 +288,13 @@ def test_an_architecture_with_other_state_is_rejected(
 def test_a_fused_decoder_with_other_numbers_is_not_used(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "rlsys.engines.generation.torch.fused_decoder._Layer._transform", lambda self, x: x
-    )
+    assert Backbone(model).is_fused
+
+    def doubled(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        product = linear_function(weight, bias)
+        return lambda x: 2 * product(x)
+
+    monkeypatch.setattr(fused_decoder, "linear_function", doubled)
     assert not Backbone(model).is_fused
 
 
@@ -307,11 +313,14 @@ def test_the_cache_follows_its_sequences_within_its_limit(sizes: list[tuple[int,
         key = torch.zeros(1, 1, 1, 2)
         cache.begin_prefill(0, torch.zeros(0, dtype=torch.long))
         cache.attend(0, key, key, key, AttentionRule(scaling=1.0))
-        keys, _ = cache._layers[0]
+        held = [cache.copy(slot, 0, cache.capacity)[0][0] for slot in range(cache.num_slots)]
+        keys = torch.stack(held)  # [S, 1, C, 2]
         common = (min(slots, num_kept[0]), min(tokens, num_kept[1]))
         assert (keys[: common[0], :, : common[1]] == 1).all()
         assert keys.isfinite().all()
-        keys[:slots, :, :tokens] = 1
+        ones = torch.ones(1, tokens, 2)
+        for slot in range(slots):
+            cache.restore(slot, 0, tokens, {0: (ones, ones)})
         num_kept = (slots, tokens)
 
 

@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from rlsys.engines.generation.generation_protocol import EngineStats
+from rlsys.engines.generation.torch import continuous_batch
 from rlsys.engines.generation.torch.backbone import Backbone
 from rlsys.engines.generation.torch.continuous_batch import ContinuousBatch
+from rlsys.engines.generation.torch.kv_cache import SlotCache
+from rlsys.engines.generation.torch.prefix_cache import Prefixes
 from rlsys.engines.models.causal_lm import load_causal_lm
 from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.launcher.tiny_models import build_tiny_model
@@ -185,22 +188,35 @@ def test_several_requests_continue_one(model: Any, at_once: bool) -> None:
     )
 
 
-def test_running_requests_have_priority_over_parked_ones(model: Any) -> None:
+def batch_with_prefixes(
+    model: Any, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[ContinuousBatch, Prefixes[Any]]:
+    """Return a batch and what it has parked."""
+    parked: Prefixes[Any] = Prefixes()
+    monkeypatch.setattr(continuous_batch, "Prefixes", lambda: parked)
+    return batch_of(model, **options), parked
+
+
+def test_running_requests_have_priority_over_parked_ones(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Run conversations in too little memory: fewer prefixes, the same results."""
     bytes_per_token = 3 * 2 * 2 * 32 * 4  # layers, keys and values, heads, width, float32
     max_tokens = 3 * 112
     names = "abcdefgh"
-    batch = batch_of(model, kv_cache_gib=max_tokens * bytes_per_token / 2**30)
-    reserve, most = batch._cache.reserve, 0
+    batch, parked = batch_with_prefixes(
+        model, monkeypatch, kv_cache_gib=max_tokens * bytes_per_token / 2**30
+    )
+    reserve, most = SlotCache.reserve, 0
 
-    def watched(num_slots: int, longest: int) -> None:
+    def watched(cache: SlotCache, num_slots: int, longest: int) -> None:
         nonlocal most
-        reserve(num_slots, longest)
-        held = batch._cache.num_slots * batch._cache.capacity + batch._parked.num_tokens
-        most = max(most, held)
+        reserve(cache, num_slots, longest)
+        most = max(most, cache.num_slots * cache.capacity + parked.num_tokens)
 
-    batch._cache.reserve = watched  # type: ignore[method-assign]
+    monkeypatch.setattr(SlotCache, "reserve", watched)
     turns = converse(batch, names)
+    monkeypatch.undo()
     free = batch_of(model)
     assert 0 < most <= max_tokens
     for name, (_, generation) in converse(free, names).items():
@@ -235,7 +251,6 @@ def test_num_shared_tokens_limits_reuse(model: Any) -> None:
 def test_requests_that_end_for_good_are_not_parked(model: Any) -> None:
     batch = batch_of(model)
     base = run(batch, [request("base", prompt(34), max_tokens=30, goes_on=False)])["base"]
-    assert batch._parked.num_tokens == 0
     run(batch, [request("after", [*prompt(34), *base.token_ids.tolist(), 5])])
     assert batch.num_reused_tokens == 0
 
@@ -273,13 +288,14 @@ def test_nothing_is_reused_across_a_weight_update(tmp_path: Path) -> None:
     assert_is_what_a_trainer_computes(model, turns, temperature=1.0)
 
 
-def test_release_drops_parked_sequences(tmp_path: Path) -> None:
+def test_release_drops_parked_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_causal_lm(build_model(tmp_path, "qwen3"), dtype="float32")
     weights = published_weights(model, 1, 1.0)
-    batch = batch_of(model)
+    batch, parked = batch_with_prefixes(model, monkeypatch)
     base = run(batch, [request("base", prompt(34), max_tokens=30)])["base"]
+    assert parked.num_tokens > 0
     batch.release()
-    assert batch._parked.num_tokens == 0
+    assert parked.num_tokens == 0
     batch.load(weights, batch.prepare(weights))
     after = request("after", [*prompt(34), *base.token_ids.tolist(), 5, 6])
     turns = {"after": (after, run(batch, [after])["after"])}

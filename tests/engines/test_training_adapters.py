@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rlsys import metrics
 from rlsys.algorithms import cross_entropy, value_loss
 from rlsys.config import ModelConfig, RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
 from rlsys.config.lora import Lora
@@ -22,7 +23,7 @@ from rlsys.engines.models.model_tensors import meta_model
 from rlsys.engines.training.adapters import factor_tensors
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.launcher.memory_estimate import checkpoint_bytes, num_trained
-from rlsys.types import TrainRow
+from rlsys.types import StepResult, TrainRow
 from scripts.ranks import on_ranks
 from tests.engines.training_harness import (
     Weights,
@@ -33,7 +34,9 @@ from tests.engines.training_harness import (
     make_rows,
     save,
     tiny_model,
+    train_step,
     weights,
+    whole_state,
 )
 from tests.errors import invalid
 from tests.tiers import rest_slow
@@ -57,9 +60,8 @@ def engine(model_path: Path) -> Iterator[FSDPEngine]:
     made.close()
 
 
-def step(engine: FSDPEngine, seed: int = 0) -> None:
-    accumulate(engine, [make_rows(6, seed)])
-    engine.optimizer_step()
+def step(engine: FSDPEngine, seed: int = 0) -> StepResult:
+    return train_step(engine, make_rows(6, seed))
 
 
 def loaded(model_path: Path, directory: Path, kind: Any = AutoModelForCausalLM) -> Any:
@@ -104,7 +106,7 @@ def test_published_weights_include_the_adapters(
     assert_same(published, dict(merged.named_parameters()), rtol=0, atol=0)
 
     name = "model.layers.1.mlp.up_proj"
-    a, b = (engine._tensors[f"{name}.lora_{part}.default.weight"].detach() for part in "AB")
+    a, b = (engine.parameters[f"{name}.lora_{part}.default.weight"].detach() for part in "AB")
     expected = base[f"{name}.weight"] + 12 / 4 * b @ a
     torch.testing.assert_close(published[f"{name}.weight"], expected)
     assert not torch.equal(expected, base[f"{name}.weight"])
@@ -191,7 +193,7 @@ def test_a_checkpoint_has_only_adapters_and_resumes_exactly(
     whole = make_engine(model_path)
     assert engine.snapshot_bytes(2) < whole.snapshot_bytes(2) / 2
     whole.close()
-    assert all("lora_" in name for name in engine._tensors)
+    assert all("lora_" in name for name in engine.local_state() if name != "rng")
     save(engine, tmp_path / "state")
     step(engine, seed=1)
     other = make_engine(model_path, lora=LORA, loss=cross_entropy(), temperature=1.0, seed=9)
@@ -205,15 +207,16 @@ def test_a_checkpoint_has_only_adapters_and_resumes_exactly(
 def test_float16_adds_the_scale_of_the_loss(model_path: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"lora": LORA, "dtype": "float16", "loss": cross_entropy()}
     made = make_engine(model_path, **options)
-    made._scale._state[0] = 2.0**40  # gradients beyond float16
-    step(made)
-    assert made._scale.num_lowered > 0
+    made.local_state()["buffer.loss_scale"][0] = 2.0**40  # gradients beyond float16
+    result = step(made)
+    assert result.metrics[metrics.UPDATES_REPEATED] > 0
     save(made, tmp_path / "state")
     other = make_engine(model_path, **options)
     other.load(tmp_path / "state")
-    assert other._scale.value == made._scale.value
-    assert {"loss_scale" in name or "lora_" in name for name in made._state} == {True}
-    assert {tensor.dtype for tensor in made._base.values()} == {torch.float16}
+    names = made.local_state().keys() - {"rng"}
+    assert {"loss_scale" in name or "lora_" in name for name in names} == {True}
+    assert_same(whole_state(other), whole_state(made), rtol=0, atol=0)
+    assert {tensor.dtype for tensor in made.base.values()} == {torch.float16}
     assert_same(weights(other), weights(made), rtol=0, atol=0)
     other.close()
     made.close()
@@ -239,14 +242,14 @@ def test_a_checkpoint_has_the_estimated_bytes(model_path: Path, engine: FSDPEngi
     assert asked == 12 * 4 * sum(shape.linear_layers.values())
     assert asked == sum(
         tensor.nbytes
-        for name, tensor in engine._local_state().items()
+        for name, tensor in engine.local_state().items()
         if name != "rng" and not name.startswith("step.")
     )
 
 
 def test_only_named_layers_are_adapted(model_path: Path) -> None:
     made = make_engine(model_path, lora="r2:q_proj,mlp.up_proj")
-    layers = {name.partition(".lora_")[0].rpartition("layers.")[2] for name in made._tensors}
+    layers = {name.partition(".lora_")[0].rpartition("layers.")[2] for name in made.parameters}
     assert layers == {f"{i}.{n}" for i in (0, 1) for n in ("self_attn.q_proj", "mlp.up_proj")}
     made.close()
 
@@ -266,13 +269,12 @@ def critic_row(row: TrainRow) -> TrainRow:
 def test_a_critic_trains_its_head_and_adapters(model_path: Path, tmp_path: Path) -> None:
     made = make_engine(model_path, lora=LORA, head="value", loss=value_loss())
     for seed in (0, 1):
-        accumulate(made, [[critic_row(row) for row in make_rows(6, seed)]])
-        made.optimizer_step()
+        train_step(made, [critic_row(row) for row in make_rows(6, seed)])
     made.export(tmp_path / "hf")
-    assert [name for name in made._tensors if "lora_" not in name] == ["score.weight"]
+    assert [name for name in made.parameters if "lora_" not in name] == ["score.weight"]
     shape = model_shape(str(model_path), "value")
     num_estimated = num_trained(shape, ModelConfig(lora=LORA))
-    assert sum(one.numel() for one in made._tensors.values()) == num_estimated
+    assert sum(one.numel() for one in made.parameters.values()) == num_estimated
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
     assert bool(merged.score.weight.any())
     theirs = loaded(model_path, tmp_path / "hf", AutoModelForSequenceClassification)
@@ -305,8 +307,7 @@ def factors_of_a_rank(rank: int, world_size: int, directory: Path) -> Weights:
         rank=rank,
         world_size=world_size,
     )
-    accumulate(engine, [share])
-    engine.optimizer_step()
+    train_step(engine, share)
     found = weights(engine)
     engine.close()
     return found

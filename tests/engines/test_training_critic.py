@@ -26,6 +26,7 @@ from tests.engines.training_harness import (
     make_rows,
     save,
     tiny_model,
+    train_step,
 )
 from tests.errors import invalid
 from tests.tiers import rest_slow
@@ -108,8 +109,7 @@ def test_the_explained_variance_is_that_of_the_batch(model_path: Path) -> None:
     mask = np.concatenate([row.loss_mask for row in rows])
     returns = np.concatenate([row.columns["returns"] for row in rows])
     engine = make_critic(model_path, micro_batch_tokens=40)
-    accumulate(engine, [rows[:2], rows[2:]])
-    found = engine.optimizer_step().metrics
+    found = train_step(engine, rows[:2], rows[2:]).metrics
     expected = 1 - (returns - values)[mask].var() / returns[mask].var()
     assert found["value/explained_variance"] == pytest.approx(expected, rel=1e-3)
     assert found["value/mean"] == pytest.approx(values[mask].mean(), rel=1e-4)
@@ -124,8 +124,7 @@ def test_a_critic_made_from_a_policy_starts_at_zero_and_learns(tmp_path: Path) -
         row.columns["returns"][:] = (row.token_ids == row.token_ids[-1]).mean()
     variances = []
     for _ in range(40):
-        accumulate(engine, [rows])
-        variances.append(engine.optimizer_step().metrics["value/explained_variance"])
+        variances.append(train_step(engine, rows).metrics["value/explained_variance"])
     assert variances[0] == pytest.approx(0, abs=1e-6)
     assert variances[-1] > 0.8
 
@@ -141,8 +140,7 @@ def test_a_critic_is_a_reward_model_that_transformers_loads(
     before = engine.infer(rows)
     for values, expected in zip(before, plain_values(model_path, rows), strict=True):
         np.testing.assert_allclose(values, expected, atol=1e-5 if dtype == "float32" else 0.2)
-    accumulate(engine, [rows])
-    engine.optimizer_step()
+    train_step(engine, rows)
     engine.export(tmp_path / "hf")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", dtype="auto")
     assert model.dtype == getattr(torch, dtype)
@@ -158,8 +156,7 @@ def test_a_family_without_such_a_class_gets_one(tmp_path: Path) -> None:
     path = scalar_model(tmp_path / "granite", "granite", causal=True)
     engine = make_critic(path, loss=value_loss())
     rows = critic_rows(6)
-    accumulate(engine, [rows])
-    engine.optimizer_step()
+    train_step(engine, rows)
     engine.export(tmp_path / "hf")
     frozen = InferenceEngine(tmp_path / "hf", head="value")
     for one, other in zip(frozen.infer(rows), engine.infer(rows), strict=True):
@@ -169,8 +166,7 @@ def test_a_family_without_such_a_class_gets_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", rest_slow(["checkpoint", "snapshot"]))
 def test_a_restored_critic_continues_exactly(model_path: Path, tmp_path: Path, way: str) -> None:
     engine, other = make_critic(model_path), make_critic(model_path)
-    accumulate(engine, [critic_rows(4)])
-    engine.optimizer_step()
+    train_step(engine, critic_rows(4))
     if way == "checkpoint":
         save(engine, tmp_path / "kept")
         other.load(tmp_path / "kept")
@@ -202,8 +198,7 @@ def two_ranks(rank: int, world_size: int, directory: Path) -> Any:
     for dtype in ("float32", "bfloat16", "float16"):
         engine = make_critic(directory / "model", rank=rank, world_size=world_size, dtype=dtype)
         rows = critic_rows(9)
-        accumulate(engine, [rows[rank:3:2], rows[3:] if rank == 0 else []])
-        result = engine.optimizer_step()
+        result = train_step(engine, rows[rank:3:2], rows[3:] if rank == 0 else [])
         found.append((result.metrics, engine.infer(rows if rank == 1 else [])))
         if dtype == "float32":
             engine.export(directory / "hf")

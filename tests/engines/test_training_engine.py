@@ -47,6 +47,7 @@ from tests.engines.training_harness import (
     make_rows,
     save,
     tiny_model,
+    train_step,
     weights,
 )
 from tests.errors import invalid
@@ -151,8 +152,7 @@ def test_two_runs_are_bitwise_equal(model_path: Path) -> None:
         engine = make_engine(model_path)
         results = []
         for seed in range(3):
-            accumulate(engine, [make_rows(8, seed=seed)])
-            results.append(engine.optimizer_step().metrics)
+            results.append(train_step(engine, make_rows(8, seed=seed)).metrics)
         return results, weights(engine)
 
     (first, first_weights), (again, again_weights) = run(), run()
@@ -165,8 +165,7 @@ def test_metrics_by_hand(model_path: Path) -> None:
     scored = make_engine(model_path).infer(rows)
     engine = make_engine(model_path)
     engine.policy_version = 3
-    accumulate(engine, [rows])
-    result = engine.optimizer_step()
+    result = train_step(engine, rows)
 
     mask = np.concatenate([row.loss_mask for row in rows])
     sampled = np.concatenate([row.columns["sampler_logprobs"] for row in rows])
@@ -199,8 +198,7 @@ def test_a_step_returns_the_gap_of_each_token_of_recorded_rollouts(model_path: P
         expected = np.where(row.loss_mask, -3.0 - scored[number], np.nan)
         found = result.gaps[row.group_id, number]
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-    accumulate(engine, [rows])
-    assert engine.optimizer_step().gaps == {}
+    assert train_step(engine, rows).gaps == {}
 
 
 def test_the_loss_sees_one_forward_pass(model_path: Path) -> None:
@@ -294,8 +292,7 @@ def test_training_raises_the_probability_of_good_tokens(model_path: Path) -> Non
     row = replace(row, columns=columns, loss_mask=np.ones(8, np.bool_))
     before = engine.infer([row])[0].mean()
     for _ in range(5):
-        accumulate(engine, [[row]])
-        engine.optimizer_step()
+        train_step(engine, [row])
     assert engine.infer([row])[0].mean() > before + 0.5
 
 
@@ -303,9 +300,8 @@ def test_gradients_are_clipped_to_their_norm(model_path: Path) -> None:
     steps = []
     for max_grad_norm in (1e-4, 1e9):
         engine = make_engine(model_path, max_grad_norm=max_grad_norm)
-        accumulate(engine, [make_rows(4)])
-        steps.append(engine.optimizer_step().metrics["grad_norm"])
-        moments = torch.cat([s["exp_avg"].flatten() for s in engine._optimizer.state.values()])
+        steps.append(train_step(engine, make_rows(4)).metrics["grad_norm"])
+        moments = torch.cat([s["exp_avg"].flatten() for s in engine.optimizer.state.values()])
         norm = float(moments.norm()) / 0.1  # Adam's first moment after one step is (1 − β₁) g
         assert norm == pytest.approx(min(max_grad_norm, steps[-1]), rel=1e-2)
     assert steps[0] == pytest.approx(steps[1])
@@ -333,9 +329,9 @@ def test_warm_start_fits_examples_and_leaves_no_trace_in_the_optimizer(model_pat
     assert losses[0] == pytest.approx(sum(by_hand) / 5, rel=1e-4)
     assert losses[-1] < losses[0] / 2
     assert engine.policy_version == 0
-    assert engine._optimizer.state
+    assert engine.optimizer.state
     engine.reset_optimizer()
-    assert not engine._optimizer.state
+    assert not engine.optimizer.state
 
 
 def test_published_weights_are_the_models_own(model_path: Path) -> None:
@@ -375,8 +371,7 @@ def test_a_reader_keeps_an_opened_version_and_a_late_one_gets_an_error(model_pat
     before = read_all(first)
     with Weights(first) as own:
         for seed in range(2):
-            accumulate(engine, [make_rows(2, seed=seed)])
-            engine.optimizer_step()
+            train_step(engine, make_rows(2, seed=seed))
             engine.publish()
         with pytest.raises(MemoryGone):
             Weights(first)
@@ -432,8 +427,7 @@ def test_an_export_is_a_hugging_face_checkpoint(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     engine = make_engine(model_path, dtype=dtype)
-    accumulate(engine, [make_rows(4)])
-    engine.optimizer_step()
+    train_step(engine, make_rows(4))
     for _ in range(2):  # the second replaces the first
         engine.export(tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
@@ -530,16 +524,14 @@ def test_a_step_of_rollouts_without_trained_tokens_leaves_the_weights(
     ]
     none = make_row(np.random.default_rng(0), num_prompt=1, num_tokens=0)
     for rows in (masked, [replace(none, group_num_tokens=0)]):
-        accumulate(engine, [rows])
-        result = engine.optimizer_step()
+        result = train_step(engine, rows)
         assert result.metrics["loss"] == result.metrics["grad_norm"] == 0.0
         assert result.num_tokens == 0
     assert engine.policy_version == 2
     assert_same(weights(engine), before, rtol=0, atol=0)
     # Nor do such steps change the optimizer's moments: the next step is its first.
     for one in (engine, twin):
-        accumulate(one, [make_rows(2, seed=1)])
-        one.optimizer_step()
+        train_step(one, make_rows(2, seed=1))
     assert_same(weights(engine), weights(twin), rtol=0, atol=0)
 
 

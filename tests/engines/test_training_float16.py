@@ -27,6 +27,7 @@ from tests.engines.training_harness import (
     make_rows,
     save,
     tiny_model,
+    train_step,
     weights,
 )
 
@@ -40,12 +41,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def set_scale(engine: FSDPEngine, value: float) -> None:
-    engine._scale.tensors["loss_scale"][0] = value
-
-
-def step(engine: FSDPEngine, *parts: list[TrainRow]) -> StepResult:
-    accumulate(engine, parts)
-    return engine.optimizer_step()
+    engine.local_state()["buffer.loss_scale"][0] = value
 
 
 def unscaled(result: StepResult) -> dict[str, float]:
@@ -96,14 +92,14 @@ def test_gradients_do_not_depend_on_the_scale(model_path: Path) -> None:
     for value in (1.0, 64.0):
         engine = make_engine(model_path, dtype="float16")
         set_scale(engine, value)
-        results.append(step(engine, make_rows(4)))
+        results.append(train_step(engine, make_rows(4)))
         after.append(weights(engine))
     assert results[0].metrics[metrics.LOSS] == results[1].metrics[metrics.LOSS]
     assert results[0].metrics[metrics.GRAD_NORM] == pytest.approx(
         results[1].metrics[metrics.GRAD_NORM], rel=1e-4
     )
     assert {tensor.dtype for tensor in after[0].values()} == {torch.float16}
-    exact = step(make_engine(model_path), make_rows(4)).metrics
+    exact = train_step(make_engine(model_path), make_rows(4)).metrics
     assert unscaled(results[0]) == pytest.approx(exact, rel=2e-3, abs=1e-4)
 
 
@@ -111,23 +107,23 @@ def test_an_overflowing_update_is_repeated_with_a_lower_scale(model_path: Path) 
     parts = [make_rows(6, seed=1)[:3], [], make_rows(6, seed=1)[3:]]
     engine = make_engine(model_path, dtype="float16")
     set_scale(engine, TOO_HIGH)
-    found = step(engine, *parts)
+    found = train_step(engine, *parts)
     num_lowered = found.metrics[metrics.UPDATES_REPEATED]
     assert 1 <= num_lowered <= 5
     assert found.metrics[metrics.LOSS_SCALE] == TOO_HIGH / DIVISOR**num_lowered
 
     plain = make_engine(model_path, dtype="float16")
     set_scale(plain, found.metrics[metrics.LOSS_SCALE])
-    expected = step(plain, *parts)
+    expected = train_step(plain, *parts)
     assert expected.metrics[metrics.UPDATES_REPEATED] == 0
     assert unscaled(found) == unscaled(expected)
     assert found.num_tokens == expected.num_tokens
     assert found.policy_version == 1
     assert_same(weights(engine), weights(plain), rtol=0, atol=0)
-    again = step(engine, *parts)  # contains its own rows only
+    again = train_step(engine, *parts)  # contains its own rows only
     assert again.metrics[metrics.UPDATES_REPEATED] == num_lowered
     set_scale(plain, found.metrics[metrics.LOSS_SCALE])
-    assert unscaled(again) == unscaled(step(plain, *parts))
+    assert unscaled(again) == unscaled(train_step(plain, *parts))
 
 
 def test_each_update_of_a_batch_is_repeated_on_its_own(model_path: Path) -> None:
@@ -139,8 +135,7 @@ def test_each_update_of_a_batch_is_repeated_on_its_own(model_path: Path) -> None
         first = engine.optimizer_step(last=False)
         if value is not None:
             set_scale(engine, value)
-        accumulate(engine, [rows[4:]])
-        second = engine.optimizer_step()
+        second = train_step(engine, rows[4:])
         after.append((weights(engine), first.num_tokens, second.num_tokens))
     assert after[0][1:] == after[1][1:]
     # Scales differ in the digits that they lose below float16's smallest numbers.
@@ -153,7 +148,7 @@ def test_supervised_steps_are_scaled_too(model_path: Path) -> None:
     set_scale(engine, TOO_HIGH)
     for _ in range(3):
         assert engine.sft_step(*batch) == pytest.approx(exact.sft_step(*batch), rel=1e-2)
-    assert engine._scale.num_lowered > 0
+    assert train_step(engine, make_rows(4)).metrics[metrics.UPDATES_REPEATED] > 0
 
 
 def infinite_gradient(inputs: LossInputs) -> TokenLoss:
@@ -183,8 +178,9 @@ def test_a_loss_that_is_not_finite_is_an_error_at_once(model_path: Path, dtype: 
     accumulate(engine, [[bad]])
     with pytest.raises(FloatingPointError):
         engine.optimizer_step()
-    assert engine._scale.num_lowered == 0
-    assert np.isfinite(step(engine, make_rows(4)).metrics[metrics.LOSS])
+    result = train_step(engine, make_rows(4))
+    assert result.metrics.get(metrics.UPDATES_REPEATED, 0) == 0
+    assert np.isfinite(result.metrics[metrics.LOSS])
 
 
 def test_checkpoints_hold_the_scale(
@@ -194,13 +190,13 @@ def test_checkpoints_hold_the_scale(
     engine = make_engine(model_path, dtype="float16")
     set_scale(engine, TOO_HIGH)
     for seed in range(2):
-        step(engine, make_rows(4, seed=seed))
+        train_step(engine, make_rows(4, seed=seed))
     save(engine, tmp_path / "saved")
     resumed = make_engine(model_path, dtype="float16")
     resumed.load(tmp_path / "saved")
     for seed in range(2, 4):  # the scale grows in between
-        expected = step(engine, make_rows(4, seed=seed))
-        assert step(resumed, make_rows(4, seed=seed)) == expected
+        expected = train_step(engine, make_rows(4, seed=seed))
+        assert train_step(resumed, make_rows(4, seed=seed)) == expected
     assert expected.metrics[metrics.UPDATES_REPEATED] > 0
     assert_same(weights(resumed), weights(engine), rtol=0, atol=0)
 
@@ -213,7 +209,7 @@ def overflow_of_one(rank: int, world_size: int, directory: Path) -> dict[str, An
             directory / "model", rank=rank, world_size=world_size, layout=layout, dtype="float16"
         )
         mine = own_rows(rank) if layout == "dp2" else [*own_rows(0), *own_rows(1)]
-        found[layout] = step(engine, mine), weights(engine)
+        found[layout] = train_step(engine, mine), weights(engine)
         engine.close()
     return found
 
@@ -232,7 +228,7 @@ def test_ranks_agree_on_the_scale(tmp_path: Path) -> None:
     build_model(tmp_path / "model", "qwen3")
     ranks = on_ranks(2, overflow_of_one, tmp_path)
     alone = make_engine(tmp_path / "model", dtype="float16")
-    expected = step(alone, [*own_rows(0), *own_rows(1)])
+    expected = train_step(alone, [*own_rows(0), *own_rows(1)])
     assert expected.metrics[metrics.UPDATES_REPEATED] > 0
     after = weights(alone)
     for layout in ("dp2", "tp2", "pp2"):

@@ -22,6 +22,7 @@ from tests.engines.training_harness import (
     make_rows,
     save,
     tiny_model,
+    train_step,
     weights,
 )
 
@@ -105,8 +106,7 @@ def test_released_memory_is_free_and_comes_back(model_path: Path, dtype: str) ->
     engine, expected = (make_engine(model_path, device="cuda", dtype=dtype) for _ in range(2))
     for step in range(2):
         for one in (engine, expected):
-            accumulate(one, [make_rows(6, seed=step)])
-            one.optimizer_step()
+            train_step(one, make_rows(6, seed=step))
         held = torch.cuda.memory_allocated()
         engine.release()
         assert held - torch.cuda.memory_allocated() >= sum(
@@ -142,8 +142,7 @@ def test_a_published_version_has_the_exported_weights(
 ) -> None:
     engine = make_engine(model_path, device="cuda", dtype=dtype)
     for step in range(2):
-        accumulate(engine, [make_rows(6, seed=step)])
-        engine.optimizer_step()
+        train_step(engine, make_rows(6, seed=step))
         published = weights(engine)
         engine.export(tmp_path / str(step))
         exported = load_file(tmp_path / str(step) / "model.safetensors")
@@ -154,8 +153,7 @@ def test_a_published_version_has_the_exported_weights(
 
 def test_a_snapshot_restores_weights_and_moments(model_path: Path) -> None:
     engine = make_engine(model_path, device="cuda", dtype="bfloat16")
-    accumulate(engine, [make_rows(6)])
-    engine.optimizer_step()
+    train_step(engine, make_rows(6))
     owner = SharedMemory("rlsys-snapshots", engine.snapshot_bytes(2), purpose="a test")
     file = engine.open_snapshots(owner.path, owner.name)
     engine.snapshot(file)
@@ -163,7 +161,6 @@ def test_a_snapshot_restores_weights_and_moments(model_path: Path) -> None:
     restored.restore(restored.open_snapshots(owner.path, owner.name), 1)
     assert_same(weights(restored), weights(engine), rtol=0, atol=0)
     for one in (engine, restored):
-        accumulate(one, [make_rows(6, seed=1)])
-        one.optimizer_step()
+        train_step(one, make_rows(6, seed=1))
     assert_same(weights(restored), weights(engine), rtol=0, atol=0)
     owner.close()

@@ -33,6 +33,7 @@ from tests.engines.training_harness import (
     make_rows,
     save,
     tiny_model,
+    train_step,
     weights,
     whole_state,
     write,
@@ -150,8 +151,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("layouts")
     tiny_model(directory / "qwen3")
     engine = make_engine(directory / "qwen3")
-    accumulate(engine, [make_rows(12)])
-    engine.optimizer_step()
+    train_step(engine, make_rows(12))
     save(engine, directory / "saved-by-one")
     return directory
 

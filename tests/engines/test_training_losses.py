@@ -149,7 +149,7 @@ def test_one_pass_and_many_give_the_same_step(
     small = engine_of(directory, text, micro_batch_tokens=30)
     assert_same_step(step(small, [rows[a:b] for a, b in pairwise((0, 2, 2, 8, 12))]), expected)
     padded = engine_of(directory, text, micro_batch_tokens=60)
-    network = padded._role.network
+    network = padded.role.network
     network.packs = network.shares = False
     assert_same_step(step(padded, [rows[::-1]]), expected)
 

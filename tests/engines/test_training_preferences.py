@@ -26,6 +26,7 @@ from tests.engines.training_harness import (
     gradients,
     make_engine,
     tiny_model,
+    train_step,
 )
 from tests.errors import invalid
 from tests.tiers import rest_slow
@@ -119,8 +120,7 @@ def test_a_reward_model_learns_from_a_language_model(tmp_path: Path) -> None:
     assert not np.concatenate(engine.infer(rows)).any()
     steps = []
     for _ in range(30):
-        accumulate(engine, [rows])
-        steps.append(engine.optimizer_step().metrics)
+        steps.append(train_step(engine, rows).metrics)
     assert steps[0]["loss"] == pytest.approx(np.log(2), rel=1e-6)
     assert steps[-1]["preference/accuracy"] > 0.9
     assert steps[-1]["loss"] < 0.3
@@ -137,8 +137,7 @@ def test_a_model_of_another_kind_can_be_trained(tmp_path: Path) -> None:
     rows = make_pairs(16)
     losses = []
     for _ in range(15):
-        accumulate(engine, [rows])
-        losses.append(engine.optimizer_step().metrics["loss"])
+        losses.append(train_step(engine, rows).metrics["loss"])
     assert losses[-1] < losses[0] - 0.2
     engine.export(tmp_path / "hf")
     scores = np.concatenate(engine.infer(rows))
@@ -157,8 +156,7 @@ def test_a_policy_learns_from_preferences(tmp_path: Path) -> None:
     engine = make_engine(path, loss=dpo(beta=0.5), aggregation=sequence_mean, micro_batch_tokens=1)
     expected = float(np.log(2))
     for _ in range(10):
-        accumulate(engine, [rows])
-        assert engine.optimizer_step().metrics["loss"] == pytest.approx(expected, rel=1e-4)
+        assert train_step(engine, rows).metrics["loss"] == pytest.approx(expected, rel=1e-4)
         sums = [
             float((now - row.columns["reference_logprobs"]).sum())
             for row, now in zip(rows, engine.infer(rows), strict=True)
@@ -183,8 +181,7 @@ def test_metrics_of_a_policys_pairs_are_means_over_pairs(tmp_path: Path) -> None
     margins = sums[::2] - sums[1::2]
     accumulate(engine, [rows[:2]])
     engine.optimizer_step(last=False)
-    accumulate(engine, [rows[2:6], rows[6:]])
-    metrics = engine.optimizer_step().metrics
+    metrics = train_step(engine, rows[2:6], rows[6:]).metrics
     assert metrics["preference/margin"] == pytest.approx(0.5 * margins.mean().item(), rel=1e-4)
     assert metrics["preference/accuracy"] == pytest.approx((margins > 0).float().mean().item())
     assert metrics["preference/incomplete_frac"] == 0
@@ -212,8 +209,7 @@ def test_a_pair_without_a_completion_has_no_preference(model_path: Path) -> None
 def two_ranks(rank: int, world_size: int, directory: Path) -> Any:
     engine = make_scorer(directory / "model", rank=rank, world_size=world_size)
     rows = make_pairs(5)
-    accumulate(engine, [rows[4 * rank : 4 * rank + 4], rows[8:] if rank == 0 else []])
-    result = engine.optimizer_step()
+    result = train_step(engine, rows[4 * rank : 4 * rank + 4], rows[8:] if rank == 0 else [])
     return result.metrics, engine.infer(rows if rank == 1 else [])
 
 

@@ -13,6 +13,7 @@ import torch
 from rlsys.engines.devices.offload import HostMemory, Offloaded
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
+from rlsys.reallocation.shards import local_part
 from rlsys.reallocation.transport.shared_memory import MemoryGone, SharedMemory
 from rlsys.types import MicroBatch, StepResult, TrainRow
 from scripts.ranks import on_ranks
@@ -24,6 +25,7 @@ from tests.engines.training_harness import (
     make_rows,
     memory,
     tiny_model,
+    train_step,
     weights,
 )
 from tests.errors import invalid
@@ -239,13 +241,14 @@ def test_training_continues_after_offloading(dtype: str, tmp_path: Path) -> None
     for step in range(3):
         results = []
         for one in (engine, expected):
-            accumulate(one, [make_rows(6, seed=step)])
-            results.append(one.optimizer_step())
+            results.append(train_step(one, make_rows(6, seed=step)))
         assert results[0] == results[1]
         engine.release()
-        offloaded = Offloaded(engine._on_device(), host)
-        for tensor in engine._on_device():
-            tensor.detach().fill_(float("nan"))
+        state = [tensor for name, tensor in engine.local_state().items() if name != "rng"]
+        held = [*map(local_part, state), *engine.model.buffers()]
+        offloaded = Offloaded(held, host)
+        for tensor in held:
+            tensor.fill_(float("nan"))
         offloaded.take_back()
         engine.take_back()
     assert_same(weights(engine), weights(expected), rtol=0, atol=0)

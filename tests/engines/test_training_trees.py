@@ -96,7 +96,7 @@ def test_a_tree_is_trained_like_its_separate_branches(
     row, branches = deep_tree()
     expected = gradients(_trained(model, apart(row, branches)))
     engine = make_engine(model, micro_batch_tokens=4096)
-    engine._role.network.packs, engine._role.network.shares = layout
+    engine.role.network.packs, engine.role.network.shares = layout
     engine.accumulate(MicroBatch(rows=[row]))
     largest = max(float(tensor.abs().max()) for tensor in expected.values())
     assert_same(gradients(engine), expected, rtol=1e-5, atol=1e-5 * largest)
@@ -127,7 +127,7 @@ def test_outputs_of_a_tree_equal_those_of_its_branches(
     row, branches = tree
     assume(row.token_ids.size)
     expected = _of_branches(frozen, row, branches)
-    network = frozen._role.network
+    network = frozen.role.network
     network.packs, network.shares = layout
     line = make_rows(1)[0]
     found = frozen.infer([line, row])[1]

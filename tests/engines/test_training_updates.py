@@ -24,6 +24,7 @@ from tests.engines.training_harness import (
     make_rows,
     save,
     tiny_model,
+    train_step,
     weights,
 )
 from tests.errors import invalid
@@ -99,8 +100,7 @@ def test_only_the_last_update_makes_a_version(model_path: Path) -> None:
     # The weights are those of three steps, with moments and clipping per update.
     plain = make_engine(model_path, max_grad_norm=0.1)
     for part in (rows[:4], rows[4:8], rows[8:]):
-        accumulate(plain, [part])
-        plain.optimizer_step()
+        train_step(plain, part)
     assert_same(weights(engine), weights(plain), rtol=0, atol=0)
 
 
@@ -112,8 +112,7 @@ def test_metrics_are_means_over_all_updates(model_path: Path) -> None:
     plain = make_engine(model_path)
     alone = []
     for part in parts:
-        accumulate(plain, [part])
-        alone.append(plain.optimizer_step())
+        alone.append(train_step(plain, part))
     counts = np.array([result.num_tokens for result in alone])
     for name in ("loss", "entropy", "kl/sampler_trainer"):
         expected = np.average([result.metrics[name] for result in alone], weights=counts)
@@ -184,8 +183,7 @@ def test_a_token_of_an_unknown_sampler_uses_the_proximal_policy(
         assert proximal is None or bool((seen.proximal_logprobs == proximal).all())
     spy = Spy()
     engine = make_engine(model_path, loss=spy)
-    accumulate(engine, [[own, external]])
-    result = engine.optimizer_step()
+    result = train_step(engine, [own, external])
     assert all(np.isfinite(value) for value in result.metrics.values())
     (seen,) = spy.seen
     assert int((seen.sampler_logprobs == -3.0).sum()) == int(own.loss_mask.sum())

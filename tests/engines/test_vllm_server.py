@@ -212,8 +212,8 @@ def test_a_server_that_ends_is_the_end_of_its_engine(path: Path, config: Any) ->
 
 def test_a_server_that_loses_a_version_is_not_admitted(path: Path, config: Any) -> None:
     class Forgetful(ServedModel):
-        async def _update_version(self, request: Any) -> Any:
-            answer = await super()._update_version(request)
+        async def update_version(self, request: Any) -> Any:
+            answer = await super().update_version(request)
             self.version = "7"
             return answer
 

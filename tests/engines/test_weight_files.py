@@ -37,11 +37,9 @@ def num_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def counted(replace: Callable[[Any, str, Any], None]) -> list[int]:
     """Return a list that gets the numbers read from safetensors files, once per part."""
     counts: list[int] = []
-    of_slice = weight_files._of_slice
+    read_files = weight_files.lazy_tensors
 
-    def counting(opened: Any, name: str) -> LazyTensor:
-        tensor = of_slice(opened, name)
-
+    def counted_tensor(tensor: LazyTensor) -> LazyTensor:
         def read(index: Index) -> torch.Tensor:
             part = tensor.read(index)
             counts.append(part.numel())
@@ -49,12 +47,15 @@ def counted(replace: Callable[[Any, str, Any], None]) -> list[int]:
 
         return LazyTensor(tensor.shape, tensor.dtype, read)
 
-    replace(weight_files, "_of_slice", counting)
+    def counting(path: str | Path) -> dict[str, LazyTensor]:
+        return {name: counted_tensor(tensor) for name, tensor in read_files(path).items()}
+
+    replace(weight_files, "lazy_tensors", counting)
     return counts
 
 
 def num_held(engine: FSDPEngine) -> int:
-    return sum(local_part(tensor).numel() for tensor in engine._tensors.values())
+    return sum(local_part(tensor).numel() for tensor in engine.base.values())
 
 
 CASES = (
@@ -225,13 +226,13 @@ def test_weights_of_all_kinds_of_files_are_those_of_transformers(
     torch.manual_seed(0)
     expected = load_causal_lm(path, dtype="float32")
     assert_equal(
-        {name: tensor.detach() for name, tensor in engine._tensors.items()},
+        {name: tensor.detach() for name, tensor in engine.base.items()},
         model_tensors(expected),
     )
-    own = dict(engine._model.named_buffers())
+    own = dict(engine.model.named_buffers())
     for name, buffer in expected.named_buffers():  # buffers that no file holds, too
         assert torch.equal(own[name], buffer), name
-    head, embedding = engine._model.get_output_embeddings(), engine._model.get_input_embeddings()
+    head, embedding = engine.model.get_output_embeddings(), engine.model.get_input_embeddings()
     assert (head.weight is embedding.weight) is (change is not with_another_head)
 
 
@@ -256,12 +257,12 @@ def test_a_model_that_changes_its_weights_as_it_loads_is_loaded_whole(
     once = load_causal_lm(path, dtype="float32").model.norm.weight
     monkeypatch.setattr(Qwen3ForCausalLM, "tie_weights", tie_and_double)
     engine = make_engine(path)
-    assert torch.equal(engine._tensors["model.norm.weight"], 2 * once)
+    assert torch.equal(engine.base["model.norm.weight"], 2 * once)
 
 
 def test_a_fresh_head_begins_as_zeros(tmp_path: Path) -> None:
     path = tiny_model(tmp_path)
-    critic = make_engine(path, head="value")._model
+    critic = make_engine(path, head="value").model
     expected = model_tensors(load_causal_lm(path, dtype="float32"))
     assert not critic.score.weight.any()
     for name, tensor in model_tensors(critic).items():

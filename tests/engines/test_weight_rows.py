@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import pickle
 import signal
 import subprocess
@@ -151,6 +153,16 @@ sys.stdin.read()
 """
 
 
+def is_read(descriptor: int) -> bool:
+    """Return whether a reader locks the memory against its next version."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
+
+
 @pytest.mark.slow
 def test_an_engine_uses_weights_of_a_killed_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -185,18 +197,20 @@ def test_an_engine_uses_weights_of_a_killed_trainer(
             cwd=Path(__file__).parents[2],
         ) as trainer:
             assert trainer.stdout is not None
-            await take(engine, pickle.load(trainer.stdout))
+            manifest: WeightManifest = pickle.load(trainer.stdout)
+            share = os.open(manifest.shares[0].path, os.O_RDONLY)
+            await take(engine, manifest)
             trainer.send_signal(signal.SIGKILL)
             trainer.wait()
-        assert engine._serving is not None
+        assert is_read(share)
         updated = await sampled(engine)
-        share = engine._serving._shares[0]
         model = load_causal_lm(path, dtype="float32")
         stage, manifest = stage_whole(2, dict(model.named_parameters()))
         await take(engine, manifest)
         async with asyncio.timeout(60):
-            while share._descriptor >= 0:  # noqa: ASYNC110 - freed during generation
+            while is_read(share):  # noqa: ASYNC110 - freed during generation
                 await asyncio.sleep(0.01)
+        os.close(share)
         assert stage.memory.kept[0].lock() is False
         await engine.release()
         assert stage.memory.kept[0].lock()

@@ -18,7 +18,7 @@ from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.trainer_state import HeldState, finish_state
 from rlsys.launcher.tiny_models import Family, build_tiny_model
 from rlsys.reallocation.shards import whole
-from rlsys.types import MicroBatch, TrainRow
+from rlsys.types import MicroBatch, StepResult, TrainRow
 from tests.engines.published import read_all
 
 VOCABULARY = 21  # 18 characters and three special tokens
@@ -111,6 +111,12 @@ def accumulate(engine: FSDPEngine, parts: Sequence[Sequence[TrainRow]]) -> None:
         engine.accumulate(MicroBatch(rows=rows))
 
 
+def train_step(engine: FSDPEngine, *parts: Sequence[TrainRow]) -> StepResult:
+    """Update the weights once, with a micro-batch of each part."""
+    accumulate(engine, parts)
+    return engine.optimizer_step()
+
+
 def memory(path: Path, num_bytes: int) -> str:
     """Create memory for snapshots: an ordinary file that tests map."""
     path.write_bytes(bytes(num_bytes))
@@ -119,7 +125,7 @@ def memory(path: Path, num_bytes: int) -> str:
 
 def hold(engine: FSDPEngine, directory: Path) -> HeldState:
     """Hold the current state. A collective the first time."""
-    name = f"held-{engine._ranks.rank}-{len(list(directory.glob('held-*')))}"
+    name = f"held-{engine.ranks.rank}-{len(list(directory.glob('held-*')))}"
     path = memory(directory / name, engine.snapshot_bytes(1))
     return engine.hold(engine.open_snapshots(path, name))
 
@@ -131,17 +137,17 @@ def save(engine: FSDPEngine, directory: Path) -> None:
 
 def write(engine: FSDPEngine, held: HeldState, directory: Path) -> None:
     """Write a held state. A collective."""
-    parts = engine._ranks.all(held.write(directory))
-    if engine._ranks.rank == 0:
+    parts = engine.ranks.all(held.write(directory))
+    if engine.ranks.rank == 0:
         finish_state(directory, parts)
-    engine._ranks.max(0)  # wait until it is finished
+    engine.ranks.max(0)  # wait until it is finished
 
 
 def whole_state(engine: FSDPEngine) -> Weights:
     """Return parameters, buffers and moments. A collective."""
     return {
         name: whole(tensor).clone()
-        for name, tensor in engine._local_state().items()
+        for name, tensor in engine.local_state().items()
         if name != "rng"
     }
 
@@ -156,7 +162,7 @@ def gradients(engine: FSDPEngine) -> Weights:
     """Return gradients summed over all ranks, not normalised. A collective."""
     return {
         name: whole(parameter.grad).clone()
-        for name, parameter in engine._parameters.items()
+        for name, parameter in engine.parameters.items()
         if parameter.grad is not None
     }
 
@@ -165,7 +171,7 @@ def weights(engine: FSDPEngine) -> Weights:
     """Return published weights; empty on ranks other than the first. A collective."""
     manifest = engine.publish()
     found = {} if manifest is None else read_all(manifest)
-    engine._ranks.max(0)  # ranks keep their shares until the first one has read them
+    engine.ranks.max(0)  # ranks keep their shares until the first one has read them
     return found
 
 

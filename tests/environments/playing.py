@@ -30,7 +30,7 @@ class Scripted:
     """
 
     def __init__(self, codec: Codec, says: Says, delay_s: float = 0.0, end: int = 2) -> None:
-        self._codec = codec
+        self.codec = codec
         self._says = says
         self._delay_s = delay_s
         self.end = end
@@ -41,8 +41,8 @@ class Scripted:
     async def sample(self, request: GenerationRequest) -> Generation:
         self.asked.append(request)
         await asyncio.sleep(self._delay_s)
-        text = self._says(self._codec.boundary.decode(list(request.prompt_token_ids)))
-        token_ids = [*self._codec.text.encode_plain(text), self.end]
+        text = self._says(self.codec.boundary.decode(list(request.prompt_token_ids)))
+        token_ids = [*self.codec.text.encode_plain(text), self.end]
         is_cut = self.cuts_at_end or len(token_ids) > request.sampling.max_tokens
         token_ids = token_ids[: request.sampling.max_tokens]
         generation = Generation(

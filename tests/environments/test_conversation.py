@@ -366,8 +366,8 @@ def test_an_episode_of_nothing_has_its_prompt() -> None:
 def test_only_new_text_is_rendered_where_a_template_is_append_only() -> None:
     """Of the 2nd to the 16th turn, those where the number of replies reaches a power of two are
     compared with the whole conversation."""
-    conversation = talk(CHATML)
-    template = conversation._codec.template
+    codec = Codec(tokenizer(), chat_template=CHATML)
+    conversation, template = Conversation(codec), codec.template
     assert template is not None
     sizes: list[int] = []
     render = template.pieces

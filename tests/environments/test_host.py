@@ -127,10 +127,10 @@ def test_a_huge_first_text_fails_without_being_encoded() -> None:
         return 1.0
 
     async def run() -> tuple[Ended, int]:
-        host, _ = hosted(tells_all, lambda text: "5")
+        host, sampler = hosted(tells_all, lambda text: "5")
         (ended,) = await played(host, [request()])
         await host.close()
-        return ended, host._codec.num_encoded
+        return ended, sampler.codec.num_encoded
 
     ended, num_encoded = run_in_virtual_time(run())
     assert ended.failure is not None
@@ -147,10 +147,10 @@ def test_a_huge_later_text_ends_the_episode_as_truncated() -> None:
         return 1.0
 
     async def run() -> tuple[Ended, int]:
-        host, _ = hosted(tells_all, lambda text: "5")
+        host, sampler = hosted(tells_all, lambda text: "5")
         (ended,) = await played(host, [request()])
         await host.close()
-        return ended, host._codec.num_encoded
+        return ended, sampler.codec.num_encoded
 
     ended, num_encoded = run_in_virtual_time(run())
     assert ended.played is not None

@@ -27,7 +27,7 @@ class Engine:
         self.submitted: list[GenerationRequest] = []
         self.aborted: list[str] = []
         self.failure: EngineError | None = None
-        self._ended: asyncio.Queue[Generation] = asyncio.Queue()
+        self.ended: asyncio.Queue[Generation] = asyncio.Queue()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         for request in requests:
@@ -41,18 +41,18 @@ class Engine:
 
     def _end(self, name: str, number: int) -> None:
         if name not in self.aborted:
-            self._ended.put_nowait(reply(name, number))
+            self.ended.put_nowait(reply(name, number))
 
     async def collect(self) -> list[Generation]:
         if self.failure is not None:
             raise self.failure
-        return [await self._ended.get()]
+        return [await self.ended.get()]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         for name in request_ids:
             self.aborted.append(name)
             aborted = replace(reply(name, 0), finish_reason=FinishReason.ABORTED)
-            self._ended.put_nowait(aborted)
+            self.ended.put_nowait(aborted)
 
 
 def reply(name: str, number: int) -> Generation:
@@ -258,7 +258,7 @@ def test_a_reply_without_finite_probabilities_fails_all() -> None:
         running = asyncio.create_task(broker.run())
         broker.ask("worker", [ask("episode", 0)])
         bad = replace(reply("x", 1), sampler_logprobs=np.full(1, np.nan, np.float32))
-        engine._ended.put_nowait(bad.until_failure())
+        engine.ended.put_nowait(bad.until_failure())
         with error_about(FloatingPointError, "version 0"):
             await broker.answers("worker", 100.0)
         with error_about(FloatingPointError, "version 0"):

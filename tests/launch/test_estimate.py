@@ -110,7 +110,7 @@ def test_a_checkpoint_has_the_estimated_size(
     config = GRPOConfig(model=ModelConfig(path=str(model)), trainer=trainer)
     flow: rlsys.Dataflow = grpo(config, [lambda rollout: 1.0])
     expected = checkpoint_bytes(config, flow, model_shape(str(model)))
-    state = make_engine(model, optimizer_state=moments)._local_state()
+    state = make_engine(model, optimizer_state=moments).local_state()
     held = sum(tensor.nbytes for name, tensor in state.items() if name != "rng")
     num_steps = 4 * sum(name.startswith("step.") for name in state)  # AdamW's own count
     assert held - num_steps == expected
@@ -290,7 +290,7 @@ def counted(
         num_passes = 4 if config.trainer.parallel.pp > 1 else 1
         batch = MicroBatch(rows=[row_of(3 + k % 10) for k in range(2 * num_passes)])
         engine.accumulate(batch)
-        parameters = list(engine._parameters.values())
+        parameters = list(engine.parameters.values())
         grads = [one.grad for one in parameters if one.grad is not None]
         with LiveBytes([*parameters, *grads]) as live:
             engine.accumulate(batch)

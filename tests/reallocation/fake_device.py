@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from rlsys.reallocation.plan import plan
+from rlsys.reallocation.plan import Segment, plan
 from rlsys.reallocation.shards import Holder, holdings
 from rlsys.reallocation.transport.device_staging import DeviceStage
 from rlsys.reallocation.transport.shared_device import DeviceSharingError, SharedDevice
@@ -67,14 +67,19 @@ class FakeDevice:
         del self.opened[memory.data_ptr()]
 
 
+def segments_of(tensors: Mapping[str, torch.Tensor]) -> Sequence[Segment]:
+    """Return the segments of weights that one process has whole."""
+    held = tuple(holdings(tensors))
+    planned = plan((Holder("rank", "", held),), (Holder("reader", "", held),))
+    return planned.staged("rank")
+
+
 def stage_on(
     device: SharedDevice, version: int, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[DeviceStage, WeightManifest]:
     """Stage a version of weights that one process has whole on a device."""
-    held = tuple(holdings(tensors))
-    planned = plan((Holder("rank", "", held),), (Holder("reader", "", held),))
     stage = DeviceStage(device)
     share = stage.write(
-        planned.staged("rank"), version, lambda one: tensors[one.name][one.box.slices]
+        segments_of(tensors), version, lambda one: tensors[one.name][one.box.slices]
     )
     return stage, WeightManifest(version=version, shares=(share,))

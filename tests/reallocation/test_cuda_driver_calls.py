@@ -21,6 +21,11 @@ from tests.reallocation.fake_device import stage_on
 INVALID_VALUE = 1
 
 
+def pointed(pointer: Any, kind: Any) -> Any:
+    """Return the variable of this type that a pointer leads to."""
+    return ctypes.cast(pointer, ctypes.POINTER(kind)).contents
+
+
 class FakeDriver:
     """The part of libcuda.so that CUDA IPC uses; each handle contains the address."""
 
@@ -31,8 +36,9 @@ class FakeDriver:
 
     def cuMemAlloc_v2(self, pointer: Any, size: ctypes.c_size_t) -> int:
         buffer = ctypes.create_string_buffer(b"x" * size.value, size.value)
-        pointer._obj.value = ctypes.addressof(buffer)
-        self.allocated[pointer._obj.value] = buffer
+        address = ctypes.addressof(buffer)
+        pointed(pointer, ctypes.c_uint64).value = address
+        self.allocated[address] = buffer
         return 0
 
     def cuMemFree_v2(self, pointer: ctypes.c_uint64) -> int:
@@ -51,7 +57,7 @@ class FakeDriver:
         address = int.from_bytes(bytes(handle)[:8], "little")
         if address not in self.allocated or flags.value != 1:
             return INVALID_VALUE
-        pointer._obj.value = address
+        pointed(pointer, ctypes.c_uint64).value = address
         self.num_open += 1
         return 0
 
@@ -61,7 +67,7 @@ class FakeDriver:
         return 0
 
     def cuGetErrorString(self, status: int, text: Any) -> int:
-        text._obj.value = {INVALID_VALUE: b"invalid argument"}[status]
+        pointed(text, ctypes.c_char_p).value = {INVALID_VALUE: b"invalid argument"}[status]
         return 0
 
 

@@ -261,7 +261,8 @@ def test_damaged_memory_is_refused_and_released(place: int) -> None:
     device = FakeDevice()
     stage = DeviceStage(device)
     staged = write(stage, 4)
-    stage._buffers[0].body[place] ^= 1
+    (memory,) = device.allocated.values()
+    memory.map()[place] ^= 1
     with pytest.raises(DamagedWeightsError) as found:
         opened(staged, device)
     assert "version 4 " in str(found.value)

@@ -56,8 +56,8 @@ def carried_out(
         for layout in (before, after)
     )
     expected = torch.load(directory / "trained.pt")
-    old_parts = {name: local_part(tensor.detach()) for name, tensor in old._base.items()}
-    new_parts = {name: local_part(tensor.detach()) for name, tensor in new._base.items()}
+    old_parts = {name: local_part(tensor.detach()) for name, tensor in old.base.items()}
+    new_parts = {name: local_part(tensor.detach()) for name, tensor in new.base.items()}
     check_publication(
         old, gathered(Holder(f"rank-{rank}", "here", tuple(old.holdings)), world_size)
     )
@@ -148,7 +148,7 @@ def gathered(own: Holder, world_size: int) -> tuple[Holder, ...]:
 )
 def test_ranks_carry_a_plan_out(family: str, before: str, after: str, tmp_path: Path) -> None:
     path = build_model(tmp_path / "model", family)
-    weights = make_engine(path)._base
+    weights = make_engine(path).base
     torch.save({n: t.detach() * 1.5 for n, t in weights.items()}, tmp_path / "trained.pt")
     found = on_ranks(4, partial(carried_out, before=before, after=after), tmp_path)
     plans = [of_rank[0] for of_rank in found]

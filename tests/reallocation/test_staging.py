@@ -16,8 +16,10 @@ import torch
 from rlsys.reallocation.plan import ALIGNMENT, Segment
 from rlsys.reallocation.shards import Box
 from rlsys.reallocation.transport import share_layout
+from rlsys.reallocation.transport.share_layout import ShareLayout
 from rlsys.reallocation.transport.shared_memory import MemoryGone
 from rlsys.reallocation.transport.staging import DamagedWeightsError, Mappings, Share, StagingBuffer
+from rlsys.reallocation.transport.version_memory import NAME
 from rlsys.types import WeightShare
 
 TENSORS = {
@@ -75,7 +77,8 @@ def test_readers_see_what_was_written(bucket_bytes: int, monkeypatch: pytest.Mon
     share.verify()
     assert_holds(share)
     # 20 rows of 12 bytes, 5 numbers of 2, 3 rows of 8, a scalar of 4, 2 numbers of 8.
-    assert len(share._digests) == {1: 20 + 5 + 3 + 1 + 2, 24: 14, 2**20: 1}[bucket_bytes]
+    num_buckets = {1: 20 + 5 + 3 + 1 + 2, 24: 14, 2**20: 1}[bucket_bytes]
+    assert len(ShareLayout.of(share.segments).buckets) == num_buckets
     share.close()
 
 
@@ -210,8 +213,15 @@ def test_a_reader_of_an_older_version_keeps_it(stage: StagingBuffer) -> None:
         share.close()
 
 
+def num_mapped() -> int:
+    """Return the number of memories that readers of this process have mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum(f"/memfd:{NAME} " in line and line.split()[1].endswith("p") for line in lines)
+
+
 def test_mappings_are_kept_of_memory_that_is_still_in_use(stage: StagingBuffer) -> None:
     mappings = Mappings()
+    before = num_mapped()
 
     def opened(version: int) -> Share:
         share = Share(write(stage, version, scale=version), mappings)
@@ -221,20 +231,20 @@ def test_mappings_are_kept_of_memory_that_is_still_in_use(stage: StagingBuffer) 
 
     first = opened(1)
     second = opened(2)  # in other memory
-    a, b = first._bytes.ctypes.data, second._bytes.ctypes.data
+    a, b = first.content.ctypes.data, second.content.ctypes.data
     first.close()
     third = opened(3)
     second.close()
-    assert third._bytes.ctypes.data == a
-    assert len(mappings._kept[0]) == 2
+    assert third.content.ctypes.data == a
+    assert num_mapped() - before == 2
     third.close()
     fourth = opened(4)
-    assert fourth._bytes.ctypes.data == a  # the writer has closed the other one
-    assert [one.ctypes.data for _, one in mappings._kept[0]] == [a]
+    assert fourth.content.ctypes.data == a  # the writer has closed the other one
+    assert num_mapped() - before == 1
     assert a != b
     fourth.close()
     mappings.keep([1])
-    assert not mappings._kept
+    assert num_mapped() == before
 
 
 def test_a_closed_version_cannot_be_opened(stage: StagingBuffer) -> None:

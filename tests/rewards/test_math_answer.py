@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import os
 import signal
+import subprocess
 import sys
 import threading
 from typing import Any
@@ -73,21 +74,35 @@ def test_a_computation_without_end_times_out_and_stops_no_other() -> None:
     assert "'$10^{10^{10}}$'" in second.message
 
 
-def test_a_child_that_was_killed_is_replaced() -> None:
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """Return a list that gets each process that is started."""
+    processes: list[subprocess.Popen[bytes]] = []
+    start = subprocess.Popen
+
+    def recorded(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        processes.append(start(*args, **options))
+        return processes[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", recorded)
+    return processes
+
+
+def test_a_child_that_was_killed_is_replaced(started: list[subprocess.Popen[bytes]]) -> None:
     children = _Children()
     assert children.ask("2", "$2$", cpu_limit_s=5) is True
-    (child,) = children._idle
+    (child,) = started
     os.kill(child.pid, signal.SIGKILL)
     child.wait(timeout=300)
     assert children.ask("2", "$3$", cpu_limit_s=5) is False
-    (successor,) = children._idle
-    assert successor.pid != child.pid
+    assert children.ask("2", "$2$", cpu_limit_s=5) is True
+    assert len(started) == 2
 
 
-def test_the_child_ends_with_its_input() -> None:
+def test_the_child_ends_with_its_input(started: list[subprocess.Popen[bytes]]) -> None:
     children = _Children()
     children.ask("2", "$2$", cpu_limit_s=5)
-    (child,) = children._idle
+    (child,) = started
     assert child.stdin is not None
     child.stdin.close()
     assert child.wait(timeout=300) == 0
@@ -115,10 +130,12 @@ def test_waiting_for_a_child_does_not_count_against_the_limit_of_a_call() -> Non
         assert one.total == 1.0
 
 
-def test_an_exception_for_the_waiting_thread_ends_the_child_and_frees_its_place() -> None:
+def test_an_exception_for_the_waiting_thread_ends_the_child_and_frees_its_place(
+    started: list[subprocess.Popen[bytes]],
+) -> None:
     children = _Children()
     assert children.ask("2", "$2$", cpu_limit_s=5) is True
-    (child,) = children._idle
+    (child,) = started
     os.kill(child.pid, signal.SIGSTOP)
     failed: list[BaseException] = []
 

@@ -6,6 +6,7 @@ import asyncio
 import functools
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from actors.tinker_server.shared_trainer import TrainerHost, TrainerPool
 from actors.tinker_server.tinker_backend import RayBackend
 from rlsys.config import ClusterConfig, ModelConfig, RolloutConfig, TrainerConfig
 from rlsys.engines.models.model_shape import model_shape
+from rlsys.tinker_server.call_engine import PrimitiveEngine
 from rlsys.tinker_server.datum_rows import ModelLimits
 
 
@@ -68,6 +70,17 @@ class LocalWorker:
         self.end("killed")
 
 
+@dataclass(frozen=True, kw_only=True)
+class RecordingFactory(EngineFactory):
+    """An EngineFactory with a list of its engines."""
+
+    engines: list[PrimitiveEngine]
+
+    def __call__(self, rank: int, lora: str, seed: int, frozen: Any) -> PrimitiveEngine:
+        self.engines.append(super().__call__(rank, lora, seed, frozen))
+        return self.engines[-1]
+
+
 class LocalBackend(RayBackend):
     """RayBackend with LocalWorkers."""
 
@@ -85,11 +98,13 @@ class LocalBackend(RayBackend):
         model_limits = ModelLimits(vocab_size=vocabulary, max_context=shape.max_context)
         super().__init__(served, model_limits, list(shape.linear_layers))
         self.hosts: list[TrainerHost] = []
+        self.engines: list[PrimitiveEngine] = []  # of all trainers, in the order of their starts
+        self.samplers: list[str] = []  # that were started
         self.warnings: list[str] = []
         self._pool = TrainerPool(served, self._start_host)
 
     def _start_host(self, served: ServedModel, name: str, is_shared: bool) -> TrainerHost:
-        factory = EngineFactory(served=served, is_shared=is_shared)
+        factory = RecordingFactory(served=served, is_shared=is_shared, engines=self.engines)
         actor = _class_of(PrimitiveTrainerActor)(0, factory)
         worker: Any = LocalWorker(f"trainer-0 of {name}", actor)
         host = TrainerHost(
@@ -99,6 +114,7 @@ class LocalBackend(RayBackend):
         return self.hosts[-1]
 
     def _start_sampler(self, name: str) -> Any:
+        self.samplers.append(name)
         return LocalWorker(name, _class_of(SamplerActor)(self._sampler_factory()))
 
 

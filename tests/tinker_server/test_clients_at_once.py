@@ -141,8 +141,7 @@ def test_a_state_that_cannot_be_loaded_ends_its_model_alone(
     first.train(1, TOKENS)
     saved = first.client.save_state("here").result(LIMIT_S).path
     backend: LocalBackend = server.backend  # type: ignore[assignment]
-    engines = backend.hosts[0]._ranks.ranks[0]._actor._engines  # type: ignore[attr-defined]
-    engine = engines[first.client.model_id].engine
+    engine, _ = backend.engines[-2:]
 
     def fail(*_: object, **__: object) -> None:
         raise KeyError("a moment")
@@ -167,8 +166,8 @@ def test_weights_that_have_diverged_fail_their_own_samples_alone(server: Served)
     seeded = types.SamplingParams(max_tokens=64, seed=7)
     alone = good.sample(prompt, 2, seeded).result(LIMIT_S).sequences
     backend: LocalBackend = server.backend  # type: ignore[assignment]
-    engines = backend.hosts[0]._ranks.ranks[0]._actor._engines  # type: ignore[attr-defined]
-    for parameter in engines[first.client.model_id].engine._parameters.values():
+    engine, _ = backend.engines[-2:]
+    for parameter in engine.parameters.values():
         parameter.data.fill_(1e15)
     diverged = first.client.save_weights_and_get_sampling_client().result()
     asked = [good.sample(prompt, 4, params) for _ in range(8)]
@@ -185,6 +184,6 @@ def test_weights_that_have_diverged_fail_their_own_samples_alone(server: Served)
     assert [one.tokens for one in together] == [one.tokens for one in alone]
     assert [one.logprobs for one in together] == [one.logprobs for one in alone]
     assert good.compute_logprobs(prompt).result(LIMIT_S)
-    assert backend._samplers[0]._num_starts == 1
+    assert backend.samplers == ["sampler-0"]
     first.close()
     second.close()

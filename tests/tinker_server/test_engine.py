@@ -127,7 +127,7 @@ def test_gradient_and_log_probabilities_are_those_of_plain_torch(
     for number, one in enumerate(expected):
         np.testing.assert_allclose(found.logprobs[number], one.detach(), atol=1e-5)
     gradients = dict(model.named_parameters())
-    for name, parameter in engine._parameters.items():
+    for name, parameter in engine.parameters.items():
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad, gradients[name].grad, atol=1e-4, rtol=1e-3)
     looked = passed(make(model_path), sent, "cross_entropy", backward=False)
@@ -223,7 +223,7 @@ def test_gradients_add_up_and_a_step_is_torchs_adamw(model_path: Path) -> None:
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert metrics["policy_version"] == 1
     stepped = dict(model.named_parameters())
-    for name, parameter in engine._parameters.items():
+    for name, parameter in engine.parameters.items():
         torch.testing.assert_close(parameter, stepped[name], atol=1e-5, rtol=1e-4)
     engine.close()
 
@@ -232,7 +232,7 @@ def test_a_step_without_a_gradient_or_with_none_that_is_finite_changes_nothing(
     model_path: Path,
 ) -> None:
     engine = make(model_path)
-    before = {name: one.detach().clone() for name, one in engine._parameters.items()}
+    before = {name: one.detach().clone() for name, one in engine.parameters.items()}
     with invalid("optim_step"):
         engine.optim_step(STEP)
     huge = data(count=1)[0]
@@ -251,7 +251,7 @@ def test_a_step_without_a_gradient_or_with_none_that_is_finite_changes_nothing(
     engine.discard()
     with invalid("optim_step"):
         engine.optim_step(STEP)
-    assert all(torch.equal(one, before[name]) for name, one in engine._parameters.items())
+    assert all(torch.equal(one, before[name]) for name, one in engine.parameters.items())
     assert engine.policy_version == 0
     engine.close()
 
@@ -265,7 +265,7 @@ def test_weights_that_are_not_finite_are_named_as_the_cause(model_path: Path) ->
             passed(engine, data(), "cross_entropy", backward=backward)
         assert "weights are " in str(found.value)
         assert " after optimizer step 1." in str(found.value)
-    for parameter in engine._parameters.values():
+    for parameter in engine.parameters.values():
         parameter.data.fill_(torch.inf)
     with pytest.raises(FloatingPointError) as found:
         passed(engine, data(), "cross_entropy")

@@ -51,7 +51,7 @@ def engine_of(
 
 
 def trained(engine: PrimitiveEngine) -> dict[str, torch.Tensor]:
-    return {name: one.detach().clone() for name, one in engine._parameters.items()}
+    return {name: one.detach().clone() for name, one in engine.parameters.items()}
 
 
 def train(engine: PrimitiveEngine, seed: int, step: int) -> Any:
@@ -73,9 +73,9 @@ def test_models_that_share_a_base_train_as_each_does_alone(
     together = [
         [train(engine, seed, step) for seed, engine in enumerate(engines)] for step in range(3)
     ]
-    places = [one.data_ptr() for one in engines[0]._base.values()]
+    places = [one.data_ptr() for one in engines[0].base.values()]
     for engine in engines[1:]:
-        assert [one.data_ptr() for one in engine._base.values()] == places
+        assert [one.data_ptr() for one in engine.base.values()] == places
     for seed, lora in enumerate(LORAS):
         alone = engine_of(model_path, lora, seed, FrozenWeights(), dtype)
         for step in range(3):
@@ -100,9 +100,9 @@ def test_a_failed_step_a_load_and_an_end_change_no_other_model(
     for engine in (first, second, third):
         train(engine, 1, 0)
     before = trained(first)
-    base = {name: one.clone() for name, one in first._base.items()}
+    base = {name: one.clone() for name, one in first.base.items()}
     passed(first, data(), "cross_entropy")  # a gradient that waits for its step
-    gradients = {name: one.grad.clone() for name, one in first._parameters.items()}
+    gradients = {name: one.grad.clone() for name, one in first.parameters.items()}
     # The second one loads the state of the third.
     directory = tmp_path / "state"
     directory.mkdir()
@@ -119,9 +119,9 @@ def test_a_failed_step_a_load_and_an_end_change_no_other_model(
         third.optim_step(STEP)
     third.close()
     second.close()
-    assert all(torch.equal(first._base[name], one) for name, one in base.items())
+    assert all(torch.equal(first.base[name], one) for name, one in base.items())
     assert all(torch.equal(trained(first)[name], one) for name, one in before.items())
-    for name, one in first._parameters.items():
+    for name, one in first.parameters.items():
         assert one.grad is not None
         assert torch.equal(one.grad, gradients[name])
     first.optim_step(STEP)
@@ -134,8 +134,8 @@ def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
     frozen = FrozenWeights()
     engines = [engine_of(path, "r4a32", seed, frozen) for seed in range(2)]
     for engine in engines:
-        head = engine._model.get_output_embeddings().weight
-        embedding = engine._model.get_input_embeddings().weight
+        head = engine.model.get_output_embeddings().weight
+        embedding = engine.model.get_input_embeddings().weight
         assert (head.data_ptr() == embedding.data_ptr()) == config["tie_word_embeddings"]
-    first, second = (one._model.get_output_embeddings().weight for one in engines)
+    first, second = (one.model.get_output_embeddings().weight for one in engines)
     assert first.data_ptr() == second.data_ptr()

@@ -124,6 +124,24 @@ class LendingPolicy:
         """Return the predicted time of a hand-over and of the return."""
         return self._wake_cost_s + self._return_cost_s + self._late_s
 
+    @property
+    def own_s(self) -> float | None:
+        """Return the time in which the own replicas alone complete the step; None if unknown."""
+        if not self._rest or self._missing == 0:
+            return None if self._missing else 0.0
+        begun = self._marks.get(self._missing, self._sampled)
+        rest = self._rest_of(self._missing) - (self._sampled - begun)
+        return max(rest, self._rest_of(self._missing - 1), 0.0) / self._num_own
+
+    def wait_s(self, num_borrowed: int) -> float | None:
+        """Return the predicted wait that so many borrowed replicas could use; None if unknown."""
+        own_s = self.own_s
+        if own_s is None or self._overlap_s is None:
+            return None
+        if self._drains:  # the training that the wait would hide follows the last group
+            return own_s * num_borrowed / (self._num_own + num_borrowed) - self._overlap_s
+        return max(own_s - self._overlap_s, self._until_first_s(own_s))
+
     def missing(self, num_groups: int, *, begins: bool = False) -> None:
         """Record how many groups the step lacks now; `begins` starts a step."""
         self._advance()
@@ -175,17 +193,14 @@ class LendingPolicy:
         are held until it has ended.
         """
         self._advance()
-        own_s = self._own_s()
         if self._is_lent:
             is_drained = not (self._drains and is_sampling and self._missing)
-            return self._keep(own_s) if is_drained else Decision(action="hold")
+            return self._keep(self.own_s) if is_drained else Decision(action="hold")
         if num_borrowed == 0:
             return self._refuse(NO_REPLICA)
-        if own_s is None or self._load_s is None or self._overlap_s is None:
+        wait_s = self.wait_s(num_borrowed)
+        if wait_s is None or self._load_s is None:
             return self._refuse(NOT_MEASURED)
-        wait_s = max(own_s - self._overlap_s, self._until_first_s(own_s))
-        if self._drains:  # the training that the wait would hide follows the last group
-            wait_s = own_s * num_borrowed / (self._num_own + num_borrowed) - self._overlap_s
         if self._missing == 0 or wait_s <= 0:
             return self._refuse(NO_WAIT)
         if wait_s < self._settings.margin * self.cost_s:
@@ -219,14 +234,6 @@ class LendingPolicy:
     def _refuse(self, reason: str) -> Decision:
         self._reason = reason
         return Decision(action="train")
-
-    def _own_s(self) -> float | None:
-        """Return the time in which the own replicas alone complete the step; None if unknown."""
-        if not self._rest or self._missing == 0:
-            return None if self._missing else 0.0
-        begun = self._marks.get(self._missing, self._sampled)
-        rest = self._rest_of(self._missing) - (self._sampled - begun)
-        return max(rest, self._rest_of(self._missing - 1), 0.0) / self._num_own
 
     def _rest_of(self, missing: int) -> float:
         """Return the mean replica-seconds of so many groups, in proportion to the nearest known."""

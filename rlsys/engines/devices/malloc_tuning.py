@@ -37,7 +37,7 @@ def keep_freed_memory() -> None:
     It applies to all threads that start from now on. It does nothing without glibc.
     """
     global _kept
-    mallopt = _glibc("mallopt")
+    mallopt = glibc_function("mallopt")
     if mallopt is None:
         return
     mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
@@ -53,7 +53,7 @@ def apart() -> Iterator[None]:
     Use it for buffers that come and go between blocks that stay. It has an effect only after
     `keep_freed_memory`.
     """
-    mallopt = _glibc("mallopt") if _kept else None
+    mallopt = glibc_function("mallopt") if _kept else None
     if mallopt is None:
         yield
         return
@@ -76,7 +76,7 @@ class Pieces:
 
     def release(self) -> None:
         """Return it to the system if it is large and the micro-batch is as large as any before."""
-        heap = _heap() if _kept else None
+        heap = heap_sizes() if _kept else None
         if heap is not None and self._are_many(heap.used, heap.free):
             return_freed_memory()
 
@@ -95,9 +95,9 @@ class _Heap(ctypes.Structure):
     ]
 
 
-def _heap() -> Any:
+def heap_sizes() -> Any:
     """Return the heap's sizes in bytes; None without glibc 2.33 or later."""
-    mallinfo2 = _glibc("mallinfo2")
+    mallinfo2 = glibc_function("mallinfo2")
     if mallinfo2 is None:
         return None
     mallinfo2.restype = _Heap
@@ -105,7 +105,8 @@ def _heap() -> Any:
 
 
 @functools.cache
-def _glibc(function: str) -> Any:
+def glibc_function(function: str) -> Any:
+    """Return a function of the C library by name; None without it, or off Linux."""
     if not sys.platform.startswith("linux"):
         return None
     return getattr(ctypes.CDLL(None), function, None)

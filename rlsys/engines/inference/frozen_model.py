@@ -69,7 +69,7 @@ def infer(
 
 
 class InferenceEngine:
-    """Copy of a frozen model in one process."""
+    """Copy of a frozen model in one process; `role` is the model with its head."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class InferenceEngine:
             keep_freed_memory()
         self._max_tokens = max_tokens
         self._top_k = top_k
-        self._role = load_role(
+        self.role = load_role(
             model_path,
             head=head,
             dtype=dtype,
@@ -117,8 +117,8 @@ class InferenceEngine:
             temperature=temperature,
             device=self._device,
         )
-        self._role.network.requires_grad_(False).to(self._device)
-        network = self._role.network
+        self.role.network.requires_grad_(False).to(self._device)
+        network = self.role.network
         self._hold_device: Callable[[], AbstractContextManager[None]] = nullcontext
         if shares_device:
             self._hold_device = DeviceLock(network, self._device).hold
@@ -146,7 +146,7 @@ class InferenceEngine:
         `on_pass` is called after every micro-batch. Raises InvalidValue as `infer` does.
         """
         self._check(rows)
-        role, sums = self._role, StepStatistics()
+        role, sums = self.role, StepStatistics()
         columns = role.columns(loss, rows)
         weights = []
         for row in rows:
@@ -189,7 +189,7 @@ class InferenceEngine:
         self._check(rows)
         with self._hold_device():
             return infer(
-                self._role, rows, max_tokens=self._max_tokens, ranks=Ranks(0, 1), top_k=self._top_k
+                self.role, rows, max_tokens=self._max_tokens, ranks=Ranks(0, 1), top_k=self._top_k
             )
 
     def _check(self, rows: Sequence[TrainRow]) -> None:

@@ -85,6 +85,17 @@ class FSDPEngine:
     `speculation` describes a head that is trained along and published with the policy, if it says
     so. It requires a layout of data parallelism alone.
 
+    Attributes, to be read only:
+        policy_version: Number of batches behind the weights.
+        parameters: Trained parameters by name, this rank's shards as DTensors; tied ones once.
+        base: All tensors of the model by Hugging Face name, without adapters.
+        model: The model of transformers, this rank's part of it.
+        role: The model with its head, and how it collates rows and computes a loss.
+        optimizer: The optimizer of `parameters`; `reset_optimizer` replaces it.
+        gradient_sums: Sums of gradients over ranks that FSDP2 does not reduce.
+        ranks: Collectives of the trainer's ranks.
+        layout: The layout of the trainer.
+
     Raises OSError if memory does not suffice for a published version of the weights, ValueError for
     a model without this head or one that rlsys does not compute correctly.
     """
@@ -119,13 +130,13 @@ class FSDPEngine:
         self._config = trainer
         self._dtype: torch.dtype = getattr(torch, model.dtype)
         self._num_total_steps = num_total_steps
-        self._ranks = Ranks(rank, world_size)
-        self._layout = trainer.parallel
+        self.ranks = Ranks(rank, world_size)
+        self.layout = trainer.parallel
         require(
-            self._layout.num_ranks == world_size,
+            self.layout.num_ranks == world_size,
             "trainer.layout",
             trainer.layout,
-            rule=f"the layout has {self._layout.num_ranks} ranks, but {world_size} have joined",
+            rule=f"the layout has {self.layout.num_ranks} ranks, but {world_size} have joined",
             fix="Create one engine for each rank of the layout.",
         )
         self._device = torch.device(device)
@@ -135,7 +146,7 @@ class FSDPEngine:
         # Master weights are float32 at any precision of the forward pass; weights that adapters
         # leave frozen have no masters. The model stays in evaluation mode: dropout would make
         # trainer and sampler two different policies.
-        self._role = load_role(
+        self.role = load_role(
             model_path,
             head=head,
             dtype=model.dtype if model.lora else "float32",
@@ -143,9 +154,9 @@ class FSDPEngine:
             temperature=temperature,
             device=self._device,
         )
-        self._role.hidden_dtype = self._dtype
-        self._objective = Objective(self._role, loss, aggregation)
-        network = self._role.network
+        self.role.hidden_dtype = self._dtype
+        self._objective = Objective(self.role, loss, aggregation)
+        network = self.role.network
         require(
             world_size == 1 or not getattr(network, "runs_rows_alone", False),
             "model.path",
@@ -154,31 +165,31 @@ class FSDPEngine:
             "several ranks cannot do in step",
             fix="Set pad_token_id in its config.json, or use trainer.layout=dp1.",
         )
-        self._model = network.model
-        self._attention_tokens = attention_tokens(self._model)
+        self.model = network.model
+        self._attention_tokens = attention_tokens(self.model)
         self._adapters: Adapters | None = None
         if model.adapters is not None:
-            self._adapters = Adapters(self._model, model.adapters, model_path)
+            self._adapters = Adapters(self.model, model.adapters, model_path)
         if frozen is not None:
             assert self._adapters is not None
             assert world_size == 1
             if frozen.tensors:
-                frozen.put_into(self._model)
-                self._role.unread = {}
+                frozen.put_into(self.model)
+                self.role.unread = {}
         checkpoint_layers(network, model.checkpointing(on_gpu=self._device.type != "cpu"))
         # Frozen weights are in the precision of the pass, and PEFT computes adapters in float32.
         # FSDP2 would take the frozen weights for itself.
         mixed = "float32" if frozen is not None else model.dtype
-        self._mesh = build_mesh(self._layout, rank=rank, dtype=mixed, device=device)
+        self._mesh = build_mesh(self.layout, rank=rank, dtype=mixed, device=device)
         refusal = None
         try:
             shard(network, self._mesh, dtype=model.dtype, device=device)
         except ValueError as error:
             refusal = error
-        self._ranks.raise_together(refusal)  # stages have different layers
+        self.ranks.raise_together(refusal)  # stages have different layers
         self._take_weights(model_path)
         if frozen is not None:
-            frozen.tensors = self._base
+            frozen.tensors = self.base
         self._scale = LossScale(self._dtype)
         self._draft = draft_training(
             speculation if head == "logits" else None,
@@ -186,9 +197,9 @@ class FSDPEngine:
             dtype=self._dtype,
             device=self._device,
         )
-        self._gradients = GradientSums(self._mesh, self._layout, self._role.stage)
+        self.gradient_sums = GradientSums(self._mesh, self.layout, self.role.stage)
         self._accumulation = Accumulation(
-            trainer, self._ranks, self._device, self._scale, self._draft
+            trainer, self.ranks, self._device, self._scale, self._draft
         )
         self.reset_optimizer()
         published = {name: (self._dtype_of(name), t.shape) for name, t in self._outward.items()}
@@ -203,12 +214,12 @@ class FSDPEngine:
                 outward = {**outward, **self._draft.published}
                 dtypes |= self._draft.published_dtypes
             shared = shared_device(self._device) if shares_device else None
-            self._publisher = Publisher(outward, dtypes, self._ranks, node=node, device=shared)
-        if self._role.stage is not None:
-            published = self._role.stage.gather_facts(published, self._tensors)
+            self._publisher = Publisher(outward, dtypes, self.ranks, node=node, device=shared)
+        if self.role.stage is not None:
+            published = self.role.stage.gather_facts(published, self._tensors)
         self._published = published
         self._begin_batch()
-        if self._layout.size("tp", "cp", "pp", "ep") > 1:
+        if self.layout.size("tp", "cp", "pp", "ep") > 1:
             self._probe()
 
     def _take_weights(self, model_path: str | Path) -> None:
@@ -219,20 +230,20 @@ class FSDPEngine:
         """
         adapters = self._adapters
         # All tensors of the model by Hugging Face name, without adapters.
-        self._base = model_tensors(self._model) if adapters is None else adapters.base
-        read_weights(self._base, self._role.unread, model_path, self._ranks)
-        self._role.unread = {}
-        self._parameters = dict(self._model.named_parameters())  # trained; tied ones occur once
-        self._tensors = self._base  # in checkpoints: parameters and persistent buffers
-        self._outward: Mapping[str, torch.Tensor | AdaptedWeight] = self._base
+        self.base = model_tensors(self.model) if adapters is None else adapters.base
+        read_weights(self.base, self.role.unread, model_path, self.ranks)
+        self.role.unread = {}
+        self.parameters = dict(self.model.named_parameters())  # trained; tied ones occur once
+        self._tensors = self.base  # in checkpoints: parameters and persistent buffers
+        self._outward: Mapping[str, torch.Tensor | AdaptedWeight] = self.base
         if adapters is not None:
-            self._parameters = adapters.trained
-            self._tensors = dict(self._parameters)
+            self.parameters = adapters.trained
+            self._tensors = dict(self.parameters)
             self._outward = adapters.merged
 
     def reset_optimizer(self) -> None:
         """See `TrainingEngine.reset_optimizer`."""
-        self._optimizer = build_adamw(self._parameters, self._config)
+        self.optimizer = build_adamw(self.parameters, self._config)
 
     def accumulate(self, *micro_batches: MicroBatch) -> None:
         """See `TrainingEngine.accumulate`."""
@@ -275,7 +286,7 @@ class FSDPEngine:
         learning_rate: float | None = None,
     ) -> float:
         """See `TrainingEngine.sft_step`."""
-        if not isinstance(self._role, Policy):
+        if not isinstance(self.role, Policy):
             raise InvalidValue(
                 "sft_step",
                 rule="a critic or reward model does not predict tokens",
@@ -288,9 +299,9 @@ class FSDPEngine:
                 fix="Call optimizer_step first.",
             )
         examples = list(zip(token_ids, prompt_lengths, strict=True))
-        share = examples[self._layout.data_index(self._ranks.rank) :: self._layout.num_data]
+        share = examples[self.layout.data_index(self.ranks.rank) :: self.layout.num_data]
         rows = [supervised_row(tokens, length) for tokens, length in share]
-        role = Policy(self._role.network, self._device, temperature=1.0)
+        role = Policy(self.role.network, self._device, temperature=1.0)
         role.hidden_dtype = self._dtype
         self._accumulate(Objective(role, cross_entropy(), token_mean), [rows])
         rate = self._config.learning_rate if learning_rate is None else learning_rate
@@ -298,12 +309,12 @@ class FSDPEngine:
 
     def infer(self, rows: Sequence[TrainRow], *, adapters: bool = True) -> list[Float32Array]:
         """See `TrainingEngine.infer`."""
-        max_tokens, ranks = self._config.micro_batch_tokens, self._ranks
+        max_tokens, ranks = self._config.micro_batch_tokens, self.ranks
         try:
             with nullcontext() if adapters else self._without_adapters():
-                return infer(self._role, rows, max_tokens=max_tokens, ranks=ranks)
+                return infer(self.role, rows, max_tokens=max_tokens, ranks=ranks)
         finally:
-            free_gathered(self._role.network)
+            free_gathered(self.role.network)
 
     def _without_adapters(self) -> AbstractContextManager[None]:
         if self._adapters is None:
@@ -342,7 +353,7 @@ class FSDPEngine:
     @property
     def holdings(self) -> list[TensorShard]:
         """Shards of the model and its adapters on this rank."""
-        return holdings(self._base | self._tensors)
+        return holdings(self.base | self._tensors)
 
     def _before_change(self) -> None:
         """Move the weights out of memory that a reader still uses, before they change."""
@@ -363,25 +374,25 @@ class FSDPEngine:
         state = self._tensors | self._scale.tensors
         if self._draft is not None:
             state |= stored_part(self._draft.tensors, stored_sizes(directory))
-        self.policy_version = load_state(directory, state, self._optimizer, sharded=self._sharded)
+        self.policy_version = load_state(directory, state, self.optimizer, sharded=self._sharded)
         self._begin_batch()
 
     def snapshot_bytes(self, num_snapshots: int) -> int:
         """See `TrainingEngine.snapshot_bytes`."""
-        return snapshot_bytes(self._local_state(), num_snapshots)
+        return snapshot_bytes(self.local_state(), num_snapshots)
 
     def open_snapshots(self, path: str, name: str) -> SnapshotFile:
         """See `TrainingEngine.open_snapshots`."""
-        state = self._local_state()
+        state = self.local_state()
         if self._plan is None:
-            self._plan = plan_state(state, self._ranks)
+            self._plan = plan_state(state, self.ranks)
         return SnapshotFile(path, name, state)
 
     def snapshot(self, file: SnapshotFile) -> None:
         """See `TrainingEngine.snapshot`."""
         assert not self._updates, "a version is whole only after the last update of its batch"
         self._verify()
-        file.write(self.policy_version, self._local_state())
+        file.write(self.policy_version, self.local_state())
 
     def hold(self, file: SnapshotFile) -> HeldState:
         """See `TrainingEngine.hold`."""
@@ -397,7 +408,7 @@ class FSDPEngine:
     def restore(self, file: SnapshotFile, step: int) -> None:
         """See `TrainingEngine.restore`."""
         self._before_change()
-        state = self._local_state()
+        state = self.local_state()
         file.read(step, state)
         self._continue_from(step, state)
 
@@ -409,12 +420,12 @@ class FSDPEngine:
     @property
     def state_holdings(self) -> tuple[TensorShard, ...]:
         """See `TrainingEngine.state_holdings`."""
-        return tuple(holdings(self._local_state()))
+        return tuple(holdings(self.local_state()))
 
     def take(self, move: Move, rank: str, weight_deltas: Sequence[WeightDelta]) -> None:
         """See `TrainingEngine.take`."""
         self._before_change()
-        state = self._local_state()
+        state = self.local_state()
         fill(move, rank, state, weight_deltas)
         self._continue_from(move.step, state)
 
@@ -435,8 +446,8 @@ class FSDPEngine:
 
     def _on_device(self) -> list[torch.Tensor]:
         """Return the tensors that this rank keeps on its device between steps."""
-        moments = [one for state in self._optimizer.state.values() for one in state.values()]
-        own = [*self._model.parameters(), *self._model.buffers(), *self._tensors.values(), *moments]
+        moments = [one for state in self.optimizer.state.values() for one in state.values()]
+        own = [*self.model.parameters(), *self.model.buffers(), *self._tensors.values(), *moments]
         own += self._draft.tensors.values() if self._draft is not None else ()
         # "cuda" names the current device, whose tensors say "cuda:0".
         return [one for one in map(local_part, own) if one.device.type == self._device.type]
@@ -444,7 +455,7 @@ class FSDPEngine:
     def export(self, directory: Path) -> None:
         """See `TrainingEngine.export`."""
         self._verify()
-        model, adapters = self._model, self._adapters
+        model, adapters = self.model, self._adapters
         extras: list[Callable[[Path], None]] = []
         if adapters is not None:
             trained = {name: whole(tensor) for name, tensor in self._tensors.items()}
@@ -452,16 +463,16 @@ class FSDPEngine:
         if self._draft is not None:
             extras.append(self._draft.save)
         # A stage has only some layers, and a model with adapters has other layers.
-        if self._role.stage is not None or adapters is not None:
+        if self.role.stage is not None or adapters is not None:
             with torch.device("meta"):
                 model = type(model)(model.config)
             for name in ("_weight_conversions", "generation_config"):
-                setattr(model, name, getattr(self._model, name, None))
+                setattr(model, name, getattr(self.model, name, None))
         export_model(
             model,
             self._published,
             self._gather,
-            self._ranks,
+            self.ranks,
             dtype=self._dtype,
             tokenizer_path=self._model_path,
             directory=directory,
@@ -470,7 +481,7 @@ class FSDPEngine:
 
     def _gather(self, name: str) -> torch.Tensor:
         """Return a tensor of the model, whole on rank 0. A collective."""
-        own, stage = self._outward.get(name), self._role.stage
+        own, stage = self._outward.get(name), self.role.stage
         if isinstance(own, AdaptedWeight):
             return own.whole()
         tensor = None if own is None else whole(own)
@@ -484,9 +495,9 @@ class FSDPEngine:
         if self._publisher is not None:
             self._publisher.close()
 
-    def _local_state(self) -> dict[str, torch.Tensor]:
+    def local_state(self) -> dict[str, torch.Tensor]:
         """Return what a snapshot holds: views of this rank's shards, a copy of the RNG state."""
-        return state_tensors(self._state, self._optimizer) | {"rng": torch.get_rng_state()}
+        return state_tensors(self._state, self.optimizer) | {"rng": torch.get_rng_state()}
 
     @property
     def _state(self) -> dict[str, torch.Tensor]:
@@ -523,14 +534,13 @@ class FSDPEngine:
             raise InvalidValue(
                 "trainer.layout",
                 self._config.layout,
-                rule=f"{type(self._model).__name__} does not run in this layout "
-                f"({in_short(error)})",
+                rule=f"{type(self.model).__name__} does not run in this layout ({in_short(error)})",
                 fix="Use a layout of dp alone.",
             ) from error
 
     @property
     def _sharded(self) -> bool:
-        return self._ranks.world_size > 1
+        return self.ranks.world_size > 1
 
     @property
     def _num_updates(self) -> int:
@@ -544,10 +554,10 @@ class FSDPEngine:
 
     def _begin_update(self) -> None:
         self._accumulation.begin_update()
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         if self._draft is not None:
             self._draft.reset()
-        free_gathered(self._role.network)  # a failed pass leaves gathered weights
+        free_gathered(self.role.network)  # a failed pass leaves gathered weights
 
     def _accumulate(
         self, objective: Objective, micro_batches: Sequence[Sequence[TrainRow]]
@@ -572,7 +582,7 @@ class FSDPEngine:
         The weights change only if loss and gradient are finite. Rows without any trained token
         leave weights and optimizer state unchanged.
         """
-        parameters = list(self._parameters.values())
+        parameters = list(self.parameters.values())
         sums = self._reduced(parameters)
         while _overflowed(sums) and self._scale.lower():
             self._repeat()
@@ -598,9 +608,9 @@ class FSDPEngine:
             )
         clip = min(1.0, self._config.max_grad_norm / (sums.grad_norm + 1e-6))
         scale_gradients(parameters, clip / (sums.denominator * self._scale.value))
-        set_learning_rate(self._optimizer, rate)
+        set_learning_rate(self.optimizer, rate)
         self._before_change()
-        self._optimizer.step()
+        self.optimizer.step()
         if self._draft is not None:
             self._draft.update()
         self._scale.updated()
@@ -609,9 +619,9 @@ class FSDPEngine:
 
     def _reduced(self, parameters: Sequence[torch.nn.Parameter]) -> StepSums:
         """Return the sums of all ranks since the last update. A collective."""
-        self._gradients.add_up(parameters)
-        squares = self._gradients.squared_norm(parameters) / self._scale.value**2
-        return self._accumulation.statistics.reduce(self._ranks, squares)
+        self.gradient_sums.add_up(parameters)
+        squares = self.gradient_sums.squared_norm(parameters) / self._scale.value**2
+        return self._accumulation.statistics.reduce(self.ranks, squares)
 
     @property
     def _range_hint(self) -> str:

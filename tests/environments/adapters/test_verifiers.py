@@ -14,9 +14,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from rlsys.environments.adapters import verifiers as module
 from rlsys.environments.adapters import verifiers_child
 from rlsys.environments.adapters.verifiers import Verifiers
 from rlsys.environments.episode_host import Ended, EpisodeHost
@@ -176,12 +176,13 @@ def test_a_cancelled_episode_does_not_block_others(kind: str, url: str) -> None:
 
 def test_a_process_that_dies_ends_its_episodes_and_starts_again(kind: str, url: str) -> None:
     env = adapter(kind)
+    before = set(psutil.Process().children())
 
     async def check() -> None:
         hung = asyncio.create_task(env(Endpoint(url, "slow"), {"index": 1}))
         await asyncio.to_thread(Model.asked.wait, LIMIT_S)
-        [started] = module._PROCESSES.values()
-        (await started)._child.kill()
+        [started] = set(psutil.Process().children()) - before
+        started.kill()
         with error_about(ConnectionError, "verifiers"):
             await hung
         assert (await env(Endpoint(url, "a"), {"index": 1}))["right"] == 2.0
@@ -215,28 +216,42 @@ def test_an_environment_is_replaced_after_max_episodes(
 ) -> None:
     monkeypatch.syspath_prepend(str(HERE / "verifiers_stub"))
     monkeypatch.setattr(verifiers_child, "MAX_EPISODES", 2)
-    answers: list[dict[str, Any]] = []
+    made: list[Served] = []
+
+    class Served(verifiers_child.Served):
+        def __init__(self, config: dict[str, Any]) -> None:
+            super().__init__(config)
+            self.has_stopped = asyncio.Event()
+            made.append(self)
+
+        async def stop(self) -> None:
+            await super().stop()
+            self.has_stopped.set()
+
+    monkeypatch.setattr(verifiers_child, "Served", Served)
 
     async def check() -> None:
+        answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         child = verifiers_child.Child(dict(LITTLE), None)
-        monkeypatch.setattr(child, "send", answers.append)
+        monkeypatch.setattr(child, "send", answers.put_nowait)
         await child.start()
-        first = child._served
+        assert await answers.get() == {"ready": True}
         request = {"task": 0, "url": url, "model": "m"}
         child.handle({**request, "id": 0, "key": "slow"})
         for number in range(1, 4):
             child.handle({**request, "id": number, "key": "a"})
-            await asyncio.gather(*(task for n, task in child._playing.items() if n))
-        assert child._served is not first
+            answer = await answers.get()
+            assert (answer["id"], answer["rewards"]["right"]) == (number, 2.0)
+        first, second = made
         assert first.env.is_serving  # one of its episodes runs
         Model.released.set()
-        await asyncio.gather(*child._playing.values())
-        await asyncio.gather(*child._stopping)
+        assert (await answers.get())["rewards"]["right"] == 2.0
+        await first.has_stopped.wait()
         assert not first.env.is_serving
+        assert second.env.is_serving
         await child.stop()
 
     asyncio.run(check())
-    assert [one["rewards"]["right"] for one in answers[1:]] == [2.0] * 4
     assert not [name for name in os.environ if name.startswith("RLSYS_ENDPOINT_KEY")]
 
 
