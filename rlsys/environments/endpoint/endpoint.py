@@ -81,7 +81,7 @@ class _Session:
 
     episode: Episode
     calls: set[asyncio.Task[Any]] = field(default_factory=set)  # running ones
-    # Messages up to the reply of each response, by its id.
+    # Messages up to the reply of each response, by its id. The reply is the turn's own object.
     responses: dict[str, list[Message]] = field(default_factory=dict)
     has_reported_end: bool = False  # a call was answered that the episode is over
     is_closed: bool = False
@@ -254,22 +254,29 @@ class EndpointServer:
 
     async def _chat(self, session: _Session, body: Mapping[str, Any]) -> Answered:
         options, episode = options_of(body), session.episode
-        turns = await self._replies(episode, body, options)
+        turns = await self._replies(episode, body, messages_of(body), options)
         return chat_answer(turns, options, episode.codec.boundary.decode_written), options
 
     async def _response(self, session: _Session, body: Mapping[str, Any]) -> Answered:
         chat, episode = chat_body(body, session.responses), session.episode
         options = replace(options_of(chat), ignored=ignored_of(body))
-        (turn,) = await self._replies(episode, chat, options)
+        known = session.responses.get(body.get("previous_response_id") or "", ())
+        messages = messages_of(chat, known)
+        (turn,) = await self._replies(episode, chat, messages, options)
         response = response_answer(turn, body, options, episode.codec.boundary.decode_written)
-        messages = chat["messages"][1 if body.get("instructions") else 0 :]
+        if body.get("instructions"):  # a later response has its own
+            messages = messages[1:]
         session.responses[response.id] = [*messages, turn.message]
         return response, options
 
     async def _replies(
-        self, episode: Episode, body: Mapping[str, Any], options: RequestOptions
+        self,
+        episode: Episode,
+        body: Mapping[str, Any],
+        messages: list[Message],
+        options: RequestOptions,
     ) -> list[Turn]:
-        messages, tools = messages_of(body), tools_of(body)
+        tools = tools_of(body)
         tool_format = self._format if tools else None  # raises before anything is sampled
         structure = await _checked(self._structure(episode, body, options, tools))
         turns = await _side_by_side(

@@ -111,8 +111,11 @@ def options_of(body: Mapping[str, Any]) -> RequestOptions:
     )
 
 
-def messages_of(body: Mapping[str, Any]) -> list[Message]:
-    """Return the messages as a chat template needs them: lists of parts become text."""
+def messages_of(body: Mapping[str, Any], known: Sequence[Message] = ()) -> list[Message]:
+    """Return the messages as a chat template needs them: lists of parts become text.
+
+    Messages of `known`, the same objects, are not copied, so that they identify their replies.
+    """
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise invalid(
@@ -121,7 +124,10 @@ def messages_of(body: Mapping[str, Any]) -> list[Message]:
     if len(messages) > MAX_MESSAGES:
         rule = f"{len(messages)} messages are more than {MAX_MESSAGES}"
         raise RequestError(f"messages: {rule}. Send fewer, or join texts of one role.")
-    return [_message(number, message) for number, message in enumerate(messages)]
+    is_known = {id(one) for one in known}
+    return [
+        one if id(one) in is_known else _message(number, one) for number, one in enumerate(messages)
+    ]
 
 
 def tools_of(body: Mapping[str, Any]) -> list[Message]:

@@ -4,7 +4,8 @@ In: the body of a request to /v1/responses. Out: the body of the equivalent chat
 answer as a response, one object or the events of a stream.
 
 A reply becomes up to three kinds of items, in this order: reasoning, message, function calls. Items
-that a client sends back become one message again, which is matched with the reply.
+that a client sends back become one message again, which is matched with the reply. A reply that is
+continued by `previous_response_id` is that reply itself.
 """
 
 from __future__ import annotations
@@ -155,16 +156,31 @@ def _messages(body: Mapping[str, Any], known: Mapping[str, Sequence[Message]]) -
         raise invalid("instructions", instructions, "must be a text", "Use a string.")
     first = [{"role": "system", "content": instructions}] if instructions else []
     messages: list[Message] = [*first, *before]
+    reasoning = ""  # of the reply whose next items follow
     for number, item in enumerate(items):
-        _append(messages, number, item)
+        if _kind(item) == "reasoning":
+            reasoning = _reasoning(number, item)
+            continue
+        _append(messages, number, item, begins_reply=bool(reasoning))
+        if reasoning and messages[-1]["role"] == "assistant":
+            messages[-1] = {**messages[-1], "reasoning_content": reasoning}
+        reasoning = ""
     return messages
 
 
-def _append(messages: list[Message], number: int, item: Any) -> None:
+def _kind(item: Any) -> Any:
+    return item.get("type") or "message" if isinstance(item, dict) else None
+
+
+def _reasoning(number: int, item: Mapping[str, Any]) -> str:
+    """Return the text of a reasoning item; "" if it has only a summary or encrypted content."""
+    return _content(number, item.get("content") or "")
+
+
+def _append(messages: list[Message], number: int, item: Any, *, begins_reply: bool) -> None:
     """Append an item as a message, or merge it into the reply that it is part of."""
-    kind = item.get("type") or "message" if isinstance(item, dict) else None
-    last = messages[-1] if messages else {}
-    is_in_reply = last.get("role") == "assistant"
+    kind, last = _kind(item), messages[-1] if messages else {}
+    is_in_reply = last.get("role") == "assistant" and not begins_reply
     match kind:
         case "message":
             role = item.get("role")
@@ -180,8 +196,6 @@ def _append(messages: list[Message], number: int, item: Any) -> None:
             output = _content(number, item.get("output"))
             tool = {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
             messages.append(tool)
-        case "reasoning":
-            pass  # replies are matched without it, and reasoning of other models is not needed
         case _:
             raise invalid(
                 f"input[{number}]",

@@ -153,7 +153,8 @@ class Conversation:
         """Add a reply and return it as an assistant's message.
 
         The caller may split tool calls off the content, in the returned message itself. A later
-        prompt is matched with the reply by the content and the tool calls of that message.
+        prompt is matched with the reply by that object, or else by the content, the tool calls and
+        the reasoning of that message.
         """
         codec = self._codec
         place = self._tree.add(
