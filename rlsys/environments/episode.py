@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
-import math
-import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from rlsys.common.call_clock import Stopwatch
-from rlsys.common.user_functions import number_of, printable
 from rlsys.environments.environment import Environment
+from rlsys.environments.returned_rewards import FINAL, EpisodeFailed, number_in, numbers_of
 from rlsys.environments.token_budget import (
     EpisodeBudget,
     EpisodeLimits,
@@ -32,6 +29,7 @@ from rlsys.environments.token_budget import (
 )
 from rlsys.environments.tokens.codec import Codec
 from rlsys.environments.tokens.conversation import Conversation, Path
+from rlsys.environments.tokens.text_prompts import TextPrompt, TextPrompts, before_stop
 from rlsys.environments.tokens.token_tree import Trajectory, joined, without_tokens
 from rlsys.errors import InvalidValue, require
 from rlsys.text.messages import Message
@@ -42,10 +40,6 @@ from rlsys.types import (
     GenerationRequest,
     SamplingParams,
 )
-
-# Name of the reward that the environment's function returns.
-FINAL = "final"
-
 
 AFTER_DONE = "the environment called the chat after chat.done"
 
@@ -65,10 +59,6 @@ class EpisodeOver(BaseException):
 
     The reward of the episode is the sum of its turns' rewards and the environment's format_reward.
     """
-
-
-class EpisodeFailed(RuntimeError):
-    """A mistake of the environment that a new attempt would repeat."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -117,21 +107,21 @@ class _Side:
     is_frozen: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Text:
-    """A prompt without a chat template and its continuation, as messages."""
+@dataclass(eq=False)
+class _Prompt:
+    """A prompt of one or several replies. It is rendered once.
 
-    text: str
-    messages: list[Message]
-    is_open: bool = False  # cut at the token limit: the policy had not ended it
+    Waiting calls share it, and what it shares with replies that ended meanwhile is found again.
+    """
 
-    def is_continued_by(self, prompt: str) -> bool:
-        """Return whether a prompt continues this text.
+    conversation: Conversation
+    render: Callable[[], Path]
+    known: Path | None = None
 
-        A text that the policy had ended needs at least one more character: the same text again is
-        a new prompt.
-        """
-        return prompt.startswith(self.text) and (self.is_open or len(prompt) > len(self.text))
+    def path(self) -> Path:
+        """Return the path. Raises the errors of `Conversation.prompt`."""
+        self.known = self.conversation.placed(self.known) if self.known else self.render()
+        return self.known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +193,7 @@ class Episode:
             for seat, partner in self.partners.items()
         }
         self._raw: Conversation | None = None  # of prompts without a chat template
-        self._texts: list[_Text] = []
+        self._texts: TextPrompts | None = None
         self._num_requests = 0
 
     # Called for the environment
@@ -215,71 +205,128 @@ class Episode:
         seat: int = 0,
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
-        stop: tuple[str, ...] = (),
-        structure: str = "",
     ) -> Turn:
         """Sample the reply of a seat to the messages.
 
-        `structure` is a structural tag that the reply must match (rlsys.common.structural_tags).
         Raises EpisodeOver if tokens, turns or branches are used up, and InvalidValue for messages
         that cannot be rendered.
         """
-        side = self._partners.get(seat, self._policy)
-        return await self._sample_turn(
-            side,
-            side.conversation,
-            lambda: side.conversation.prompt(messages, tools, seat=seat),
-            max_tokens,
-            stop,
-            structure,
-        )
+        (turn,) = await self.replies(messages, seat=seat, tools=tools, max_tokens=max_tokens)
+        assert turn is not None
+        return turn
 
-    async def complete(
+    async def replies(
         self,
-        prompt: str | Sequence[int],
+        messages: Sequence[Message],
         *,
+        num: int = 1,
+        seat: int = 0,
+        tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
         stop: tuple[str, ...] = (),
         structure: str = "",
-    ) -> Turn:
-        """Sample the policy's continuation of a text or of tokens, without the chat template.
+    ) -> list[Turn | None]:
+        """Sample `num` replies of a seat to the messages concurrently.
 
-        A prompt that begins with an earlier prompt and its continuation reuses their tokens.
-        Raises the errors of `turn`.
+        `structure` is a structural tag that each reply must match (rlsys.common.structural_tags).
+
+        Returns:
+            The replies; None where tokens or branches were used up, but not for all of them.
+
+        Raises:
+            EpisodeOver: Tokens, turns or branches are used up, so there is no reply.
+            InvalidValue: The messages cannot be rendered, or `num` is larger than the number of
+                turns that are left.
+        """
+        side = self._partners.get(seat, self._policy)
+        conversation = side.conversation
+        prompt = _Prompt(conversation, lambda: conversation.prompt(messages, tools, seat=seat))
+        return await self._sample_turns(side, [prompt] * num, max_tokens, stop, structure)
+
+    def text_prompt(self, prompt: str | Sequence[int]) -> TextPrompt:
+        """Return a prompt for `complete`: a text or token ids, without the chat template."""
+        if self._texts is None:
+            self._texts = TextPrompts(self.codec.without_template, self.limits.max_context)
+        return TextPrompt(self._texts, prompt)
+
+    async def complete(
+        self,
+        prompts: Sequence[TextPrompt],
+        *,
+        num: int = 1,
+        max_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+        structure: str = "",
+    ) -> list[Turn | None]:
+        """Sample `num` continuations by the policy of each prompt concurrently.
+
+        A prompt that begins with an earlier prompt and its answer reuses their tokens. Returns the
+        continuations by prompt, as `replies` does, and raises its errors.
         """
         if self._raw is None:
-            self._raw = Conversation(
-                self.codec.without_template, max_tokens=self.limits.max_context
-            )
-        conversation = self._raw
-        if not isinstance(prompt, str):
-            return await self._sample_turn(
-                self._policy,
-                conversation,
-                lambda: conversation.prompt_of_tokens(prompt),
-                max_tokens,
-                stop,
-                structure,
-            )
-        messages = self._messages_of_text(prompt)
-        turn = await self._sample_turn(
-            self._policy,
-            conversation,
-            lambda: conversation.prompt(messages),
-            max_tokens,
-            stop,
-            structure,
+            codec = self.codec.without_template
+            self._raw = Conversation(codec, max_tokens=self.limits.max_context)
+        raw = self._raw
+        asked = [_Prompt(raw, functools.partial(_path_of_text, raw, prompt)) for prompt in prompts]
+        repeated = [one for one in asked for _ in range(num)]
+        turns = await self._sample_turns(self._policy, repeated, max_tokens, stop, structure)
+        for number, turn in enumerate(turns):
+            if turn is not None:
+                prompt, is_cut = prompts[number // num], turn.is_truncated
+                answer = turn.text if is_cut else before_stop(turn.text, stop)
+                prompt.prompts.add(prompt, turn.token_ids, turn.text, answer, is_cut=is_cut)
+        return turns
+
+    async def _sample_turns(
+        self,
+        side: _Side,
+        prompts: Sequence[_Prompt],
+        max_tokens: int | None,
+        stop: tuple[str, ...],
+        structure: str,
+    ) -> list[Turn | None]:
+        """Sample a reply to each prompt. See `replies`."""
+        turns: list[Turn | None] = [None] * len(prompts)
+        ends: list[EpisodeOver] = []
+
+        async def sample(number: int) -> None:
+            try:
+                turns[number] = await self._sample_turn(
+                    side, prompts[number], max_tokens, stop, structure
+                )
+            except EpisodeOver as over:
+                ends.append(over)
+
+        self._take_turns(side, len(prompts))
+        try:
+            await _side_by_side([sample(number) for number in range(len(prompts))])
+        finally:
+            side.budget.return_turns(turns.count(None))
+        if len(ends) == len(prompts):
+            raise ends[0]
+        return turns
+
+    def _take_turns(self, side: _Side, num: int) -> None:
+        # A frozen model may still reply after the last trained turn.
+        if self.is_truncated if side.is_frozen else self.is_over:
+            raise EpisodeOver(AFTER_DONE)
+        left = side.budget.num_turns_left
+        require(
+            num == 1 or not 0 < left < num,
+            "n",
+            rule=f"the request has {num} answers, and max_turns leaves {left} in this episode",
+            fix="Request fewer answers.",
         )
-        if turn.text:
-            text, chain = prompt + turn.text, [*messages, turn.message]
-            self._texts.append(_Text(text=text, messages=chain, is_open=turn.is_truncated))
-        return turn
+        try:
+            side.budget.take_turns(num)
+        except NoRoom:
+            self.is_over = True
+            raise EpisodeOver(AFTER_DONE) from None
 
     async def _sample_turn(
         self,
         side: _Side,
-        conversation: Conversation,
-        prompt: Callable[[], Path],
+        prompt: _Prompt,
         max_tokens: int | None,
         stop: tuple[str, ...],
         structure: str,
@@ -291,7 +338,8 @@ class Episode:
             rule="must be at least 1",
             fix="Leave it out for the rest of the episode's tokens.",
         )
-        budget = await self._reserve(side, conversation, prompt, max_tokens)
+        conversation = prompt.conversation
+        budget = await self._reserve(side, prompt, max_tokens)
         path = budget.path
         generation: Generation | None = None
         try:
@@ -319,27 +367,21 @@ class Episode:
         self.turns.append(turn)
         return turn
 
-    async def _reserve(
-        self,
-        side: _Side,
-        conversation: Conversation,
-        prompt: Callable[[], Path],
-        max_tokens: int | None,
-    ) -> TokenBudget:
+    async def _reserve(self, side: _Side, prompt: _Prompt, max_tokens: int | None) -> TokenBudget:
         """Reserve the tokens of a reply.
 
         Raises EpisodeOver if a budget is used up and EpisodeFailed if the first prompt is too long.
         """
 
         def checked_prompt() -> Path:
-            # A frozen model may still reply after the last trained turn.
-            if self.is_truncated if side.is_frozen else self.is_over:
+            # The turn of this call is taken, so turns are not used up.
+            if self.is_truncated or (self.is_out_of_branches and not side.is_frozen):
                 raise EpisodeOver(AFTER_DONE)
-            return prompt()
+            return prompt.path()
 
         name = self.environment.name
         try:
-            return await side.budget.reserve(conversation, checked_prompt, max_tokens)
+            return await side.budget.reserve(prompt.conversation, checked_prompt, max_tokens)
         except NoRoom as error:
             if error.used_up is UsedUp.BRANCHES and not self.environment.is_agent:
                 self.failure = EpisodeFailed(
@@ -350,19 +392,11 @@ class Episode:
             self.is_over = True
             self.is_truncated |= error.used_up is UsedUp.TOKENS
             self.is_out_of_branches |= error.used_up is UsedUp.BRANCHES
-            reason = AFTER_DONE if error.used_up is UsedUp.TURNS else str(error)
-            raise EpisodeOver(reason) from None
+            raise EpisodeOver(str(error)) from None
         except FirstTooLong as error:
             seat = "a frozen model's seat of " if side.is_frozen else ""
             self.failure = EpisodeFailed(f"{seat}environment {name!r}: {error}")
             raise self.failure from None
-
-    def _messages_of_text(self, prompt: str) -> list[Message]:
-        """Return a text as messages: those of the longest known prefix, and the rest."""
-        known = [one for one in self._texts if one.is_continued_by(prompt)]
-        longest = max(known, key=lambda one: len(one.text), default=_Text(text="", messages=[]))
-        rest = prompt[len(longest.text) :]
-        return [*longest.messages, {"role": "user", "content": rest}] if rest else longest.messages
 
     def reward(self, turn: Turn | None, value: object, name: str) -> None:
         """Add a reward to a turn. Rewards of a frozen model's turns are ignored.
@@ -378,7 +412,7 @@ class Episode:
                 rule="no reply has been sampled yet that the reward could belong to",
                 fix="Sample a reply first, or return the reward at the end.",
             )
-        number = _number(value, f"chat.reward({value!r})")
+        number = number_in(value, f"chat.reward({value!r})")
         if turn.is_frozen:
             return
         turn.reward += number
@@ -506,6 +540,23 @@ class Episode:
             self.clock.resume()
 
 
+def _path_of_text(conversation: Conversation, prompt: TextPrompt) -> Path:
+    return conversation.prompt_of_tokens(prompt.token_ids)
+
+
+async def _side_by_side(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run coroutines concurrently. Raise the first error once the others have ended."""
+    if len(works) == 1:
+        return await works[0]
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
 def _conversations(turns: Iterable[Turn]) -> list[Conversation]:
     """Return the conversations of the turns, in the order of their first replies."""
     return list(dict.fromkeys(turn.conversation for turn in turns))
@@ -517,43 +568,3 @@ def _turn_seed(seed: int, turn: int) -> int:
     mixed = ((mixed ^ (mixed >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
     return mixed ^ (mixed >> 16)
-
-
-def numbers_of(name: str, returned: object, *, or_none: bool) -> dict[str, float]:
-    """Return the value that the function `name` returned as rewards by name.
-
-    Args:
-        name: Name of the environment.
-        returned: A number, numbers by name, or None.
-        or_none: Whether it may be None or empty, since turns have rewards.
-
-    Raises:
-        EpisodeFailed: The value is not a reward.
-    """
-    if inspect.isawaitable(returned):
-        if inspect.iscoroutine(returned):
-            returned.close()
-        raise EpisodeFailed(
-            f"{name} is a synchronous function that returned {printable(repr(returned))} without "
-            "awaiting it. Write `async def` and `return await ...`."
-        )
-    if isinstance(returned, Mapping):
-        if not returned and not or_none:
-            raise EpisodeFailed(f"{name} returned an empty dict. Return numbers by name.")
-        source = f"{name} returned {reprlib.repr(dict(returned))}"
-        return {str(key): _number(number, source) for key, number in returned.items()}
-    if returned is not None:
-        return {FINAL: _number(returned, f"{name} returned {reprlib.repr(returned)}")}
-    if not or_none:
-        raise EpisodeFailed(
-            f"{name} returned None instead of a reward. End each path with `return` and a number "
-            "or numbers by name, or call chat.reward(...) after a turn."
-        )
-    return {}
-
-
-def _number(value: object, source: str) -> float:
-    number = number_of(value)
-    if number is None or not math.isfinite(number):
-        raise EpisodeFailed(f"{source}: rewards must be finite numbers. Use a float.")
-    return number

@@ -35,12 +35,12 @@ from rlsys.environments.environment import Endpoint, Environment
 from rlsys.environments.episode import (
     NO_PARTNERS,
     Episode,
-    EpisodeFailed,
     EpisodeOver,
     Partner,
     Played,
     Sampler,
 )
+from rlsys.environments.returned_rewards import EpisodeFailed
 from rlsys.environments.token_budget import EpisodeLimits
 from rlsys.environments.tokens.codec import Codec
 from rlsys.environments.tokens.token_tree import Trajectory

@@ -10,6 +10,7 @@ it ends; then the unused ones are free for other calls.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -84,26 +85,42 @@ class EpisodeBudget:
         self._conversations: list[Conversation] = []  # in the order of their first replies
         self._first: TokenBudget | None = None  # tokens of its prompt are not counted
         self._num_held = 0  # tokens that running calls may still add
-        self._num_calls = 0  # running, or ended with a reply
+        self._num_calls = 0  # whose turn is taken: waiting, running, or ended with a reply
         self._changed = AsyncCondition()
 
     @property
     def has_turns(self) -> bool:
         """Return whether another reply may be sampled."""
-        return self._max_turns is None or self._num_calls < self._max_turns
+        return self.num_turns_left > 0
+
+    @property
+    def num_turns_left(self) -> float:
+        """The number of replies that may still be requested; infinity without a limit."""
+        return math.inf if self._max_turns is None else self._max_turns - self._num_calls
+
+    def take_turns(self, num: int) -> None:
+        """Take the turns of `num` replies. The caller must return those without a reply.
+
+        Raises NoRoom if there are fewer.
+        """
+        if num > self.num_turns_left:
+            raise NoRoom(UsedUp.TURNS)
+        self._num_calls += num
+
+    def return_turns(self, num: int) -> None:
+        """Return turns for which there was no reply."""
+        self._num_calls -= num
 
     async def reserve(
         self, conversation: Conversation, prompt: Callable[[], Path], max_tokens: int | None
     ) -> TokenBudget:
-        """Reserve tokens for a reply. The caller must `release` them.
+        """Reserve tokens for a reply, whose turn is taken. The caller must `release` them.
 
         `prompt` is called again whenever other calls have ended in the meantime, since it may share
         their tokens. Raises NoRoom, FirstTooLong and the errors of `prompt`.
         """
         limits = self._limits
         while True:
-            if not self.has_turns:
-                raise NoRoom(UsedUp.TURNS)
             try:
                 path = prompt()
             except TextTooLong as error:
@@ -139,20 +156,17 @@ class EpisodeBudget:
         if is_first:
             self._first = budget
         self._num_held += budget.requested + num_new
-        self._num_calls += 1
         self._num_sampling += 1
         return budget
 
     def release(self, budget: TokenBudget, *, has_reply: bool) -> None:
-        """Return the unused tokens of a call that has ended; without a reply, its turn too.
+        """Return the unused tokens of a call that has ended.
 
         The caller adds a reply to the conversation before it yields to other calls.
         """
         self._num_held -= budget.requested + budget.num_new
         self._num_sampling -= 1
-        if not has_reply:
-            self._num_calls -= 1
-        elif budget.conversation not in self._conversations:
+        if has_reply and budget.conversation not in self._conversations:
             self._conversations.append(budget.conversation)
         self._changed.notify()
 

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 from typing import Any
 
+import openai
+import pytest
+
 import rlsys
-from tests.environments.asking import client, play
+from rlsys.environments.environment import Environment
+from rlsys.environments.episode_host import Ended
+from rlsys.environments.token_budget import EpisodeLimits
+from rlsys.environments.tokens.codec import Codec
+from rlsys.environments.tokens.text_prompts import TextPrompt, TextPrompts
+from tests.environments.asking import asking, client, play
+from tests.environments.playing import played, request
 from tests.environments.templates import tokenizer
 from tests.environments.test_endpoint import assert_sampled_once, trajectory_of
 
@@ -13,6 +24,18 @@ from tests.environments.test_endpoint import assert_sampled_once, trajectory_of
 def ids(text: str) -> list[int]:
     found: list[int] = tokenizer()(text, add_special_tokens=False)["input_ids"]
     return found
+
+
+def play_on(hosts: list[Any], agent: Environment, limits: EpisodeLimits) -> Ended:
+    """Play one episode on a new host, which is appended to `hosts` before it starts."""
+
+    async def run() -> Ended:
+        async with asking(agent, lambda text: "yes", limits=limits) as made:
+            hosts.append(made)
+            (ended,) = await asyncio.wait_for(played(made.host, [request()]), 60)
+        return ended
+
+    return asyncio.run(run())
 
 
 def test_prompts_of_token_ids_stay_unchanged() -> None:
@@ -87,3 +110,145 @@ def test_a_chat_gives_its_token_ids_where_they_are_asked_for() -> None:
 
     ended, _ = play(mine, lambda text: "yes")
     assert ended.played is not None, ended.failure
+
+
+def test_special_tokens_of_a_text_are_encoded_as_the_tokenizer_does() -> None:
+    text = "<|im_start|>user\nhi<|im_end|>\n"
+
+    @rlsys.agent
+    async def mine(endpoint: Any, task: Any) -> float:
+        async with client(endpoint) as policy:
+            first = await policy.completions.create(model="m", prompt=text, max_tokens=9)
+            more = text + first.choices[0].text + "<|im_start|>"
+            await policy.completions.create(model="m", prompt=more, max_tokens=9)
+        return 1.0
+
+    ended, made = play(mine, lambda text: "yes")
+    assert_sampled_once(ended, made)
+    first, second = (list(one.prompt_token_ids) for one in made.sampler.asked)
+    assert first == ids(text)
+    assert len(first) < len(ids("im_start")) + len(text)
+    assert second == [*first, *made.sampler.sampled[0].token_ids.tolist(), *ids("<|im_start|>")]
+
+
+def test_a_text_is_encoded_with_the_beginning_that_the_tokenizer_writes() -> None:
+    """The tokens are those of the model's tokenizer, as for a prompt of a dataset."""
+    from tokenizers.processors import TemplateProcessing
+
+    own = copy.deepcopy(tokenizer())
+    start = own.convert_tokens_to_ids("<s>")
+    own.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", start)]
+    )
+    prompts = TextPrompts(Codec(own, chat_template=""), 100)
+    for text in ("the end", "<|User|>the end"):
+        assert TextPrompt(prompts, text).token_ids == own(text)["input_ids"] == [start, *ids(text)]
+
+
+@pytest.mark.parametrize("stop", ["END", " END", "2 END"])
+def test_a_text_keeps_the_tokens_of_an_answer_before_its_stop_text(stop: str) -> None:
+    """Those whose text is in the answer: a token may begin in the answer and end in the stop."""
+    reply = "the number is 42 END"
+
+    @rlsys.agent
+    async def mine(endpoint: Any, task: Any) -> float:
+        async with client(endpoint) as policy:
+            first = await policy.completions.create(
+                model="m", prompt="Q: ", stop=[stop], max_tokens=90
+            )
+            answer = first.choices[0].text
+            assert answer == reply.partition(stop)[0]
+            await policy.completions.create(model="m", prompt=f"Q: {answer}, so", max_tokens=9)
+        return 1.0
+
+    replies = iter([reply, "yes"])
+    ended, made = play(mine, lambda text: next(replies))
+    assert_sampled_once(ended, made)
+    first, second = made.sampler.asked
+    # A prompt shares tokens with the reply, up to the longest number whose text is in the answer.
+    sampled = made.sampler.sampled[0].token_ids.tolist()
+    shared = [
+        number
+        for number in range(len(sampled) + 1)
+        if reply.partition(stop)[0].startswith(tokenizer().decode(sampled[:number]))
+    ]
+    whole = [*first.prompt_token_ids, *sampled[: shared[-1]]]
+    assert shared[-1] > 3
+    assert list(second.prompt_token_ids)[: len(whole)] == whole
+    assert second.num_shared_tokens >= len(whole)
+    assert tokenizer().decode(second.prompt_token_ids) == f"Q: {reply.partition(stop)[0]}, so"
+
+
+def test_a_text_continues_the_echo_of_token_ids() -> None:
+    """Even if encoding the text would give other tokens."""
+    prompt = [*ids("a"), *ids("n"), *ids("s")]
+
+    @rlsys.agent
+    async def mine(endpoint: Any, task: Any) -> float:
+        async with client(endpoint) as policy:
+            first = await policy.completions.create(
+                model="m", prompt=prompt, echo=True, max_tokens=9
+            )
+            text = first.choices[0].text
+            assert text == "ansyes"
+            await policy.completions.create(model="m", prompt=text + " more", max_tokens=9)
+        return 1.0
+
+    ended, made = play(mine, lambda text: "yes")
+    assert trajectory_of(ended).num_branches == 1
+    assert_sampled_once(ended, made)
+    sampled = made.sampler.sampled[0].token_ids.tolist()
+    assert list(made.sampler.asked[1].prompt_token_ids) == [*prompt, *sampled, *ids(" more")]
+
+
+def test_token_ids_that_are_too_many_are_not_decoded() -> None:
+    decoded: list[int] = []
+    limits = EpisodeLimits(max_prompt_tokens=60, max_tokens=100, max_context=200)
+
+    @rlsys.agent
+    async def mine(endpoint: Any, task: Any) -> float:
+        async with client(endpoint) as policy:
+            question: Any = [{"role": "user", "content": "?"}]
+            await policy.chat.completions.create(model="m", messages=question, max_tokens=9)
+            hosts[0].codec.without_template.boundary.decode = count
+            with pytest.raises(openai.BadRequestError) as found:
+                await policy.completions.create(model="m", prompt=ids("a") * 9999, n=3)
+            assert found.value.code == "context_length_exceeded"
+        return 1.0
+
+    def count(token_ids: Any) -> str:
+        decoded.append(len(token_ids))
+        return ""
+
+    hosts: list[Any] = []
+    ended = play_on(hosts, mine, limits)
+    assert ended.played is not None, ended.failure
+    assert decoded == []
+
+
+def test_waiting_calls_render_their_prompt_once() -> None:
+    """Each may use all remaining tokens, so they run one after the other."""
+    rendered: list[str] = []
+
+    @rlsys.agent
+    async def mine(endpoint: Any, task: Any) -> float:
+        async with client(endpoint) as policy:
+            template = hosts[0].codec.template
+            pieces = template.pieces
+
+            def counted(messages: Any, tools: Any) -> Any:
+                rendered.append(messages[-1]["content"])
+                return pieces(messages, tools)
+
+            template.pieces = counted
+            questions = [[{"role": "user", "content": f"{number}?"}] for number in range(8)]
+            await asyncio.gather(
+                *(policy.chat.completions.create(model="m", messages=one, n=2) for one in questions)
+            )
+        return 1.0
+
+    hosts: list[Any] = []
+    limits = EpisodeLimits(max_prompt_tokens=60, max_tokens=2000, max_context=2000)
+    ended = play_on(hosts, mine, limits)
+    assert_sampled_once(ended, hosts[0])
+    assert sorted(rendered) == [f"{number}?" for number in range(8)]

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 import rlsys
+from rlsys.environments.endpoint import endpoint as endpoint_module
 from rlsys.environments.endpoint.endpoint import MAX_BODY_BYTES, MAX_CALLS
 from rlsys.environments.environment import Environment
 from rlsys.environments.episode_host import Ended
@@ -138,8 +139,48 @@ def error_of(answer: httpx.Response) -> tuple[int, str, str]:
         (
             "/responses",
             {"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}},
-            "response_format",
+            "text.format={",
         ),
+        ("/responses", {"input": "a", "text": "b"}, "text='b'"),
+        ("/responses", {"input": "a", "max_output_tokens": 0}, "max_output_tokens=0"),
+        ("/responses", {"input": "a", "tools": [{"type": "function"}]}, "tools[0]="),
+        (
+            "/responses",
+            {"input": "a", "tool_choice": {"type": "function", "name": "f"}},
+            "tool_choice={'name': 'f', 'type': 'function'}",
+        ),
+        ("/responses", {"input": [{"content": "a"}]}, "input[0].role=None"),
+        ("/responses", {"input": [{"type": "function_call"}]}, "input[0].name=None"),
+        (
+            "/responses",
+            {"input": [*QUESTION, {"role": "nobody", "content": "a"}]},
+            "input[1].role='nobody'",
+        ),
+        ("/responses", {"input": [{"role": "user", "content": "a"}] * 5000}, "input: 5000"),
+        ("/responses", {"input": "a", "stream": "true"}, "stream='true'"),
+        ("/chat/completions", {"messages": QUESTION, "stream": 1}, "stream=1"),
+        ("/chat/completions", {"messages": QUESTION, "logprobs": 1}, "logprobs=1"),
+        (
+            "/chat/completions",
+            {"messages": QUESTION, "return_token_ids": 1},
+            "return_token_ids=1",
+        ),
+        (
+            "/chat/completions",
+            {"messages": QUESTION, "parallel_tool_calls": "no"},
+            "parallel_tool_calls='no'",
+        ),
+        (
+            "/chat/completions",
+            {"messages": QUESTION, "stream_options": {"include_usage": "yes"}},
+            "stream_options.include_usage='yes'",
+        ),
+        ("/completions", {"prompt": "a", "echo": "false"}, "echo='false'"),
+        ("/completions", {"prompt": "a", "logprobs": "x"}, "logprobs='x'"),
+        ("/completions", {"prompt": "a", "logprobs": -1}, "logprobs=-1"),
+        ("/completions", {"prompt": "a", "logprobs": True}, "logprobs=True"),
+        ("/responses", {"input": "a", "metadata": {"a": float("nan")}}, "body: "),
+        ("/completions", '{"prompt": "a", "temperature": 1e999}', "body: "),
         (
             "/chat/completions",
             {
@@ -171,6 +212,50 @@ def test_a_body_that_is_too_long() -> None:
         assert error_of(answer)[:2] == (413, "request_too_large")
 
     ended, _ = play(by_hand(talk), lambda text: "yes")
+    assert ended.played is not None, ended.failure
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_a_body_that_cannot_be_decoded_is_an_invalid_request(
+    encoding: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def talk(http: httpx.AsyncClient) -> None:
+        headers = {"Content-Encoding": encoding}
+        body = json.dumps({"messages": QUESTION})
+        answer = await http.post("/chat/completions", content=body, headers=headers)
+        assert error_of(answer)[:2] == (400, "invalid_request")
+
+    ended, _ = play(by_hand(talk), lambda text: "yes")
+    assert ended.played is not None, ended.failure
+    assert not [one for one in caplog.records if one.exc_info]
+
+
+@pytest.mark.parametrize("framing", ["Content-Length: 99", "Transfer-Encoding: chunked"])
+def test_a_body_that_does_not_arrive_is_answered(
+    framing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a chunk that is malformed."""
+    monkeypatch.setattr(endpoint_module, "BODY_TIMEOUT_S", 0.2)
+
+    @rlsys.agent(num_retries=0)
+    async def mine(endpoint: Any, task: Any) -> float:
+        url = httpx.URL(endpoint.url)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {endpoint.key}"
+        writer.write(f"{head}\r\n{framing}\r\n\r\n".encode())
+        writer.write(b"1\r\n{\r\n")
+        await writer.drain()
+        if "chunked" in framing:
+            writer.write(b"zz\r\n")
+            await writer.drain()
+        answer = await asyncio.wait_for(reader.readline(), 60)
+        assert answer.split()[1] in (b"408", b"400")
+        writer.close()
+        async with client(endpoint) as policy:
+            await ask(policy)
+        return 1.0
+
+    ended, _ = play(mine, lambda text: "yes")
     assert ended.played is not None, ended.failure
 
 

@@ -157,7 +157,7 @@ def test_a_rollout_never_has_more_tokens_than_the_store_keeps_for_it(
             await asyncio.sleep(at)
             async with asyncio.timeout(patience):
                 if is_raw:
-                    await one.complete(text, max_tokens=most)
+                    await one.complete([one.text_prompt(text)], max_tokens=most)
                 else:
                     await one.turn(says(text), max_tokens=most)
 

@@ -51,12 +51,14 @@ from rlsys.environments.endpoint.openai_responses import (
     ResponseAnswer,
     chat_body,
     ignored_of,
+    renamed,
     response_answer,
 )
 from rlsys.environments.environment import Endpoint, Environment
 from rlsys.environments.episode import Episode, EpisodeOver, Turn
 from rlsys.environments.tools.tool_formats import ToolFormat, chosen_format
 from rlsys.environments.tools.tool_grammars import behind_reasoning, either
+from rlsys.errors import InvalidValue
 from rlsys.text.messages import Message
 from rlsys.types import MAX_BRANCHES
 
@@ -65,6 +67,9 @@ MAX_CALLS = 64
 
 # Maximum length of a request's body.
 MAX_BODY_BYTES = 16 * 2**20
+
+# Time for the body of a request to arrive, after which a client gets an answer.
+BODY_TIMEOUT_S = 60.0
 
 # Maximum length of the schemas of a request. The engine compiles them, in up to some seconds.
 MAX_STRUCTURE_BYTES = 32 * 2**10
@@ -81,9 +86,9 @@ class _Session:
 
     episode: Episode
     calls: set[asyncio.Task[Any]] = field(default_factory=set)  # running ones
-    # Messages up to the reply of each response, by its id.
+    # Messages up to the reply of each response, by its id. The reply is the turn's own object.
     responses: dict[str, list[Message]] = field(default_factory=dict)
-    has_reported_end: bool = False  # a call was answered that the episode is over
+    has_reported_end: bool = False  # a call was not answered, or not in full: the episode is over
     is_closed: bool = False
 
 
@@ -253,64 +258,80 @@ class EndpointServer:
     # Answers
 
     async def _chat(self, session: _Session, body: Mapping[str, Any]) -> Answered:
-        options, episode = options_of(body), session.episode
-        turns = await self._replies(episode, body, options)
+        options, episode = options_of(body, is_chat=True), session.episode
+        turns = await self._replies(session, body, messages_of(body), options)
         return chat_answer(turns, options, episode.codec.boundary.decode_written), options
 
     async def _response(self, session: _Session, body: Mapping[str, Any]) -> Answered:
-        chat, episode = chat_body(body, session.responses), session.episode
-        options = replace(options_of(chat), ignored=ignored_of(body))
-        (turn,) = await self._replies(episode, chat, options)
+        (chat, sources), episode = chat_body(body, session.responses), session.episode
+        options = replace(
+            options_of(chat, is_chat=True), ignored=ignored_of(body), format_field="text.format"
+        )
+        known = session.responses.get(body.get("previous_response_id") or "", ())
+        messages = messages_of(chat, known)
+        try:
+            (turn,) = await self._replies(session, chat, messages, options)
+        except InvalidValue as error:
+            raise renamed(error, sources) from None
+        assert turn is not None
         response = response_answer(turn, body, options, episode.codec.boundary.decode_written)
-        messages = chat["messages"][1 if body.get("instructions") else 0 :]
+        if body.get("instructions"):  # a later response has its own
+            messages = messages[1:]
         session.responses[response.id] = [*messages, turn.message]
         return response, options
 
     async def _replies(
-        self, episode: Episode, body: Mapping[str, Any], options: RequestOptions
-    ) -> list[Turn]:
-        messages, tools = messages_of(body), tools_of(body)
+        self,
+        session: _Session,
+        body: Mapping[str, Any],
+        messages: list[Message],
+        options: RequestOptions,
+    ) -> list[Turn | None]:
+        tools, episode = tools_of(body), session.episode
         tool_format = self._format if tools else None  # raises before anything is sampled
-        structure = await _checked(self._structure(episode, body, options, tools))
-        turns = await _side_by_side(
-            episode.turn(
-                messages,
-                tools=tools,
-                max_tokens=options.max_tokens,
-                stop=options.stop,
-                structure=structure,
-            )
-            for _ in range(options.num_answers)
+        structure = await _checked(self._structure(episode, body, options, tools), options)
+        turns = await episode.replies(
+            messages,
+            num=options.num_answers,
+            tools=tools,
+            max_tokens=options.max_tokens,
+            stop=options.stop,
+            structure=structure,
         )
+        session.has_reported_end |= None in turns
         for turn in turns:
-            without_stop(turn, options.stop)
-            if tool_format is not None:
-                _split_calls(episode, turn, tool_format, tools)
+            if turn is not None:
+                without_stop(turn, options.stop)
+                if tool_format is not None:
+                    _split_calls(episode, turn, tool_format, tools)
         return turns
 
     async def _completion(self, session: _Session, body: Mapping[str, Any]) -> Answered:
-        options, episode = options_of(body), session.episode
-        prompts, is_echoed = prompts_of(body), echoes(body, options)
+        options, episode = options_of(body, is_chat=False), session.episode
+        is_echoed = echoes(body, options)
+        prompts = prompts_of(body, episode.codec.vocabulary_size)
         if (num := len(prompts) * options.num_answers) > MAX_ANSWERS:
             raise RequestError(
                 f"n={options.num_answers}: {len(prompts)} prompts would get {num} answers. Request "
                 f"at most {MAX_ANSWERS} at a time."
             )
-        for prompt in prompts:
-            _check_token_ids(episode, prompt)
-        structure = await _checked(options.format)
-        turns = await _side_by_side(
-            episode.complete(
-                prompt, max_tokens=options.max_tokens, stop=options.stop, structure=structure
-            )
-            for prompt in prompts
-            for _ in range(options.num_answers)
+        structure = await _checked(options.format, options)
+        given = [episode.text_prompt(one) for one in prompts]
+        turns = await episode.complete(
+            given,
+            num=options.num_answers,
+            max_tokens=options.max_tokens,
+            stop=options.stop,
+            structure=structure,
         )
-        decode = episode.codec.boundary.decode_written
-        texts = [one if isinstance(one, str) else decode(one) for one in prompts]
-        echoed = [text if is_echoed else "" for text in texts for _ in range(options.num_answers)]
+        session.has_reported_end |= None in turns
         for turn in turns:
-            without_stop(turn, options.stop)
+            if turn is not None:
+                without_stop(turn, options.stop)
+        echoed = [
+            one.text if is_echoed else "" for one in given for _ in range(options.num_answers)
+        ]
+        decode = episode.codec.boundary.decode_written
         return text_answer(turns, options, decode, echoed=echoed), options
 
     def _structure(
@@ -339,7 +360,7 @@ class EndpointServer:
         codec = episode.codec
         if codec.writes_channels:
             raise RequestError(
-                "response_format and tool_choice are not supported for a model that writes "
+                f"{options.format_field} and tool_choice are not supported for a model that writes "
                 "channels. Remove them."
             )
         if (thinking := codec.thinking) is None:
@@ -369,33 +390,24 @@ def _split_calls(
         message["tool_calls"] = reply.tool_calls
 
 
-async def _checked(format: Format | None) -> str:
+async def _checked(format: Format | None, options: RequestOptions) -> str:
     """Return the structural tag of a format. Raises RequestError if it cannot be compiled."""
     if format is None:
         return ""
     structure = structural_tag(format)
     if len(structure.encode()) > MAX_STRUCTURE_BYTES:
         raise RequestError(
-            f"the schemas of response_format or tools are longer than {MAX_STRUCTURE_BYTES} bytes. "
-            "Simplify them."
+            f"the schemas of {options.format_field} or tools are longer than "
+            f"{MAX_STRUCTURE_BYTES} bytes. Simplify them."
         )
     try:
         await asyncio.to_thread(check_structure, structure)  # imports xgrammar the first time
     except ValueError as error:
         raise RequestError(
-            f"the schemas of response_format or tools are not supported: {error}. Simplify them."
+            f"the schemas of {options.format_field} or tools are not supported: {error}. Simplify "
+            "them."
         ) from None
     return structure
-
-
-def _check_token_ids(episode: Episode, prompt: str | list[int]) -> None:
-    if not isinstance(prompt, str) and max(prompt) >= episode.codec.vocabulary_size:
-        raise invalid(
-            "prompt",
-            max(prompt),
-            f"token ids must be below {episode.codec.vocabulary_size}",
-            "Use the tokenizer of the model.",
-        )
 
 
 def _over(episode: Episode) -> RequestError:
@@ -419,27 +431,32 @@ def _over(episode: Episode) -> RequestError:
 
 
 async def _read(request: web.Request) -> bytes:
+    """Return the body of a request. Raises RequestError if it does not arrive or is malformed.
+
+    After a malformed chunk, aiohttp waits for the rest of the body without an error.
+    """
     try:
-        return await request.read()
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await request.read()
     except web.HTTPRequestEntityTooLarge:
         raise RequestError(
             f"the request is longer than {MAX_BODY_BYTES} bytes. Send less.",
             status=413,
             code="request_too_large",
         ) from None
-
-
-async def _side_by_side(works: Iterator[Coroutine[Any, Any, Turn]]) -> list[Turn]:
-    """Return the turns, in order, or raise the first error once the others have ended."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    if len(tasks) == 1:
-        return [await tasks[0]]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+    except TimeoutError:
+        raise RequestError(
+            f"the body of the request did not arrive within {BODY_TIMEOUT_S:g} s, or a chunk of it "
+            "is malformed. Send it again.",
+            status=408,
+            code="request_timeout",
+        ) from None
+    # A disconnected client (OSError) gets no answer, and must not fail its episode.
+    except (web.RequestPayloadError, HttpProcessingError, OSError) as error:
+        raise RequestError(
+            f"body: cannot be decoded ({' '.join(str(error).split())}). Send JSON with its "
+            "Content-Length and without Content-Encoding."
+        ) from None
 
 
 async def _streamed(request: web.Request, events: str) -> web.StreamResponse:
@@ -451,7 +468,7 @@ async def _streamed(request: web.Request, events: str) -> web.StreamResponse:
 
 
 def _server_logger() -> logging.Logger:
-    """Return aiohttp's logger without tracebacks of malformed HTTP requests (status 400)."""
+    """Return aiohttp's logger without tracebacks of malformed requests and bodies (status 400)."""
     logger = logging.getLogger("rlsys.environments.endpoint.endpoint")
     logger.addFilter(_is_our_error)  # adding it again has no effect
     return logger
@@ -459,7 +476,7 @@ def _server_logger() -> logging.Logger:
 
 def _is_our_error(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, HttpProcessingError)
+    return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
 
 def _error_response(error: RequestError) -> web.Response:

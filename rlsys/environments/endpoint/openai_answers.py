@@ -17,6 +17,7 @@ from typing import Any
 from rlsys.common.safe_json import dump_json
 from rlsys.environments.endpoint.openai_requests import RequestOptions
 from rlsys.environments.episode import Turn
+from rlsys.environments.tokens.text_prompts import before_stop
 
 MODEL = "policy"
 MODELS = {
@@ -59,11 +60,14 @@ class Answer:
         return [*chunks, {**head, "choices": [], "usage": self.usage}] if has_usage else chunks
 
 
-def chat_answer(turns: Sequence[Turn], options: RequestOptions, decode: Decode) -> Answer:
-    """Return the answer to a chat, with a choice for each turn."""
+def chat_answer(turns: Sequence[Turn | None], options: RequestOptions, decode: Decode) -> Answer:
+    """Return the answer to a chat, with a choice for each turn.
+
+    For None, where tokens or branches were used up, there is no choice with its index.
+    """
     head = _head("chatcmpl", "chat.completion", turns, options)
     if options.has_token_ids:
-        head["prompt_token_ids"] = list(turns[0].prompt_token_ids)
+        head["prompt_token_ids"] = list(_first(turns).prompt_token_ids)
     return Answer(
         head=head,
         choices=[
@@ -75,15 +79,16 @@ def chat_answer(turns: Sequence[Turn], options: RequestOptions, decode: Decode) 
                 **({"token_ids": list(turn.token_ids)} if options.has_token_ids else {}),
             }
             for index, turn in enumerate(turns)
+            if turn is not None
         ],
         usage=_usage(turns, options),
     )
 
 
 def text_answer(
-    turns: Sequence[Turn], options: RequestOptions, decode: Decode, *, echoed: Sequence[str]
+    turns: Sequence[Turn | None], options: RequestOptions, decode: Decode, *, echoed: Sequence[str]
 ) -> Answer:
-    """Return the answer to a completion, with a choice for each turn.
+    """Return the answer to a completion, with a choice for each turn that is not None.
 
     `echoed` contains the prompts to repeat before each sampled text.
     """
@@ -98,6 +103,7 @@ def text_answer(
                 **(_token_ids(turn) if options.has_token_ids else {}),
             }
             for index, (turn, before) in enumerate(zip(turns, echoed, strict=True))
+            if turn is not None
         ],
         usage=_usage(turns, options),
     )
@@ -113,14 +119,12 @@ def _token_ids(turn: Turn) -> Fields:
 def without_stop(turn: Turn, stop: Sequence[str]) -> None:
     """Remove the stop text from the message of a reply, as OpenAI's API does.
 
-    The tokens of the turn stay unchanged.
+    It may be in the reasoning. The tokens of the turn stay unchanged.
     """
-    if turn.is_truncated:
-        return
-    content = turn.message["content"]
-    ends = [content.find(one) for one in stop if one in content]
-    if ends:
-        turn.message["content"] = content[: min(ends)]
+    if not turn.is_truncated:
+        for name in ("reasoning_content", "content"):
+            if name in turn.message:
+                turn.message[name] = before_stop(turn.message[name], stop)
 
 
 def error_fields(message: str, code: str, status: int) -> Fields:
@@ -129,13 +133,17 @@ def error_fields(message: str, code: str, status: int) -> Fields:
     return {"error": {"message": message, "type": kind, "code": code, "param": None}}
 
 
-def _head(prefix: str, kind: str, turns: Sequence[Turn], options: RequestOptions) -> Fields:
+def _first(turns: Sequence[Turn | None]) -> Turn:
+    return next(turn for turn in turns if turn is not None)
+
+
+def _head(prefix: str, kind: str, turns: Sequence[Turn | None], options: RequestOptions) -> Fields:
     return {
         "id": f"{prefix}-{secrets.token_hex(12)}",
         "object": kind,
         "created": int(time.time()),
         "model": MODEL,
-        "policy_version": max(turn.policy_version for turn in turns),
+        "policy_version": max(turn.policy_version for turn in turns if turn is not None),
         "ignored": list(options.ignored),
     }
 
@@ -154,10 +162,13 @@ def _finish_reason(turn: Turn) -> str:
     return "tool_calls" if turn.message.get("tool_calls") else "stop"
 
 
-def _usage(turns: Sequence[Turn], options: RequestOptions) -> Fields:
+def _usage(turns: Sequence[Turn | None], options: RequestOptions) -> Fields:
     """Return the numbers of tokens. A prompt counts once, not once per answer."""
-    prompt = sum(len(turn.prompt_token_ids) for turn in turns[:: options.num_answers])
-    sampled = sum(len(turn.token_ids) for turn in turns)
+    num = options.num_answers
+    by_prompt = [turns[first : first + num] for first in range(0, len(turns), num)]
+    asked = [_first(some) for some in by_prompt if any(some)]
+    prompt = sum(len(turn.prompt_token_ids) for turn in asked)
+    sampled = sum(len(turn.token_ids) for turn in turns if turn is not None)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlsys.common.safe_json import is_flat, parse_json
+from rlsys.common.safe_json import dump_json, is_flat, parse_json
 from rlsys.common.structural_tags import Format
 from rlsys.environments.tools.tool_grammars import json_of
 from rlsys.errors import InvalidValue
@@ -27,11 +27,14 @@ MAX_TOOLS = 1024
 MAX_STOPS = 64
 
 # Supported fields. The answer lists all other fields of the request in `ignored`.
-FOLLOWED = {
-    *("model", "messages", "prompt", "tools", "tool_choice", "max_tokens"),
-    *("max_completion_tokens", "stop", "n", "logprobs", "stream", "stream_options"),
-    *("response_format", "echo", "return_token_ids"),
+SHARED_FIELDS = {
+    *("model", "max_tokens", "stop", "n", "logprobs", "stream", "stream_options"),
+    *("response_format", "return_token_ids"),
 }
+CHAT_FIELDS = SHARED_FIELDS | {
+    *("messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens"),
+}
+COMPLETION_FIELDS = SHARED_FIELDS | {"prompt", "echo"}
 
 # Fields that would change the format of the answer, with the values that do not.
 UNSUPPORTED: Mapping[str, Sequence[Any]] = {
@@ -66,6 +69,7 @@ class RequestOptions:
     has_token_ids: bool
     format: Format | None  # that each answer must match
     ignored: tuple[str, ...]
+    format_field: str = "response_format"  # the field of the request that has the format
 
 
 def invalid(field: str, value: Any, rule: str, fix: str) -> RequestError:
@@ -83,10 +87,35 @@ def body_of(data: bytes) -> Mapping[str, Any]:
         raise invalid("body", body, "must be a JSON object", "Send an object.")
     if not is_flat(body):
         raise RequestError("body: is nested too deeply. Send a flatter object.")
+    try:
+        dump_json(body, allow_nan=False)
+    except ValueError:
+        raise RequestError(
+            "body: NaN and infinite numbers are not valid JSON. Send finite numbers."
+        ) from None
     return body
 
 
-def options_of(body: Mapping[str, Any]) -> RequestOptions:
+def flag(fields: Mapping[str, Any], name: str, *, within: str = "") -> bool:
+    """Return a field that is true or false; false if it is missing.
+
+    `within` is the name of the object that contains it, with a point. Raises RequestError.
+    """
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise invalid(f"{within}{name}", value, "must be true or false", "Use a JSON boolean.")
+    return bool(value)
+
+
+def token_limit(body: Mapping[str, Any], name: str) -> int | None:
+    """Return a limit of tokens; None if it is missing. Raises RequestError."""
+    limit = body.get(name)
+    if limit is not None and not _is_count(limit):
+        raise invalid(name, limit, "must be an integer of at least 1", "Use 1 or more.")
+    return limit
+
+
+def options_of(body: Mapping[str, Any], *, is_chat: bool) -> RequestOptions:
     """Return the options of a chat or completion request."""
     for name, harmless in UNSUPPORTED.items():
         if (value := body.get(name)) is not None and not any(
@@ -94,25 +123,64 @@ def options_of(body: Mapping[str, Any]) -> RequestOptions:
         ):
             raise invalid(name, value, "is not supported", "Remove it.")
     stream_options = body.get("stream_options") or {}
-    # A boolean in chats; in completions, the number of alternatives.
-    logprobs = body.get("logprobs")
+    if not isinstance(stream_options, dict):
+        raise invalid("stream_options", stream_options, "must be an object", "Use an object.")
+    limits = [token_limit(body, "max_completion_tokens")] if is_chat else []
+    limits.append(token_limit(body, "max_tokens"))
     return RequestOptions(
-        max_tokens=_limit(body),
+        max_tokens=next((limit for limit in limits if limit is not None), None),
         stop=_stop(body.get("stop")),
         num_answers=_num_answers(body.get("n")),
-        has_logprobs=logprobs is not None and logprobs is not False,
-        is_stream=body.get("stream") is True,
-        has_usage=isinstance(stream_options, dict) and stream_options.get("include_usage") is True,
-        has_token_ids=body.get("return_token_ids") is True,
+        has_logprobs=flag(body, "logprobs") if is_chat else _has_logprobs(body.get("logprobs")),
+        is_stream=flag(body, "stream"),
+        has_usage=flag(stream_options, "include_usage", within="stream_options."),
+        has_token_ids=flag(body, "return_token_ids"),
         format=_format(body.get("response_format")),
-        ignored=tuple(
-            name for name, value in body.items() if name not in FOLLOWED and value is not None
-        ),
+        ignored=_ignored(body, stream_options, is_chat=is_chat),
     )
 
 
-def messages_of(body: Mapping[str, Any]) -> list[Message]:
-    """Return the messages as a chat template needs them: lists of parts become text."""
+def _ignored(
+    body: Mapping[str, Any], stream_options: Mapping[str, Any], *, is_chat: bool
+) -> tuple[str, ...]:
+    """Return the names of the fields that are not followed."""
+    given = [name for name, value in body.items() if value is not None]
+    names = [name for name in given if name not in (CHAT_FIELDS if is_chat else COMPLETION_FIELDS)]
+    if is_chat and ignores_parallel_calls(body):
+        names.append("parallel_tool_calls")
+    if is_chat and {"max_tokens", "max_completion_tokens"} <= set(given):
+        names.append("max_tokens")
+    nested = without_none(stream_options).keys() - {"include_usage"}
+    return (*names, *(f"stream_options.{name}" for name in sorted(nested)))
+
+
+def ignores_parallel_calls(body: Mapping[str, Any]) -> bool:
+    """Return whether a reply may have several calls although the request forbids it.
+
+    The number of calls is limited only where calls are forced.
+    """
+    is_forbidden = body.get("parallel_tool_calls") is not None and not flag(
+        body, "parallel_tool_calls"
+    )
+    return is_forbidden and body.get("tool_choice") in (None, "auto", "none")
+
+
+def _has_logprobs(logprobs: Any) -> bool:
+    """Return whether a completion has log-probabilities: the field is a number of alternatives."""
+    if logprobs is None:
+        return False
+    if not isinstance(logprobs, int) or isinstance(logprobs, bool) or logprobs < 0:
+        raise invalid(
+            "logprobs", logprobs, "must be an integer of at least 0", "Use 0, or leave it out."
+        )
+    return True
+
+
+def messages_of(body: Mapping[str, Any], known: Sequence[Message] = ()) -> list[Message]:
+    """Return the messages as a chat template needs them: lists of parts become text.
+
+    Messages of `known`, the same objects, are not copied, so that they identify their replies.
+    """
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise invalid(
@@ -121,7 +189,10 @@ def messages_of(body: Mapping[str, Any]) -> list[Message]:
     if len(messages) > MAX_MESSAGES:
         rule = f"{len(messages)} messages are more than {MAX_MESSAGES}"
         raise RequestError(f"messages: {rule}. Send fewer, or join texts of one role.")
-    return [_message(number, message) for number, message in enumerate(messages)]
+    is_known = {id(one) for one in known}
+    return [
+        one if id(one) in is_known else _message(number, one) for number, one in enumerate(messages)
+    ]
 
 
 def tools_of(body: Mapping[str, Any]) -> list[Message]:
@@ -144,6 +215,7 @@ def tools_of(body: Mapping[str, Any]) -> list[Message]:
 def forced_tools(body: Mapping[str, Any], tools: Sequence[Message]) -> Sequence[Message]:
     """Return the tools of which the answer must call one; none if it need not call any."""
     choice = body.get("tool_choice")
+    flag(body, "parallel_tool_calls")
     if choice in (None, "auto", "none"):
         return ()
     if choice == "required" and tools:
@@ -161,8 +233,8 @@ def forced_tools(body: Mapping[str, Any], tools: Sequence[Message]) -> Sequence[
     return named
 
 
-def prompts_of(body: Mapping[str, Any]) -> list[str | list[int]]:
-    """Return the prompts of a completion, each a text or token ids."""
+def prompts_of(body: Mapping[str, Any], vocabulary_size: int) -> list[str | list[int]]:
+    """Return the prompts of a completion, each a text or token ids below `vocabulary_size`."""
     prompt = body.get("prompt")
     prompts: list[Any] = [prompt]
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
@@ -174,12 +246,20 @@ def prompts_of(body: Mapping[str, Any]) -> list[str | list[int]]:
             "must be a text, a list of token ids, or a list of these, not empty",
             "Send at least one token.",
         )
+    largest = max((max(one) for one in prompts if isinstance(one, list)), default=0)
+    if largest >= vocabulary_size:
+        raise invalid(
+            "prompt",
+            largest,
+            f"token ids must be below {vocabulary_size}",
+            "Use the tokenizer of the model.",
+        )
     return prompts
 
 
 def echoes(body: Mapping[str, Any], options: RequestOptions) -> bool:
     """Return whether a completion repeats its prompt."""
-    if not body.get("echo"):
+    if not flag(body, "echo"):
         return False
     if options.has_logprobs:
         raise invalid(
@@ -254,15 +334,6 @@ def _is_tool(tool: Any) -> bool:
 
 def _is_named(function: Any) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
-
-
-def _limit(body: Mapping[str, Any]) -> int | None:
-    for name in ("max_completion_tokens", "max_tokens"):
-        if (limit := body.get(name)) is not None:
-            if not _is_count(limit):
-                raise invalid(name, limit, "must be an integer of at least 1", "Use 1 or more.")
-            return int(limit)
-    return None
 
 
 def _stop(stop: Any) -> tuple[str, ...]:

@@ -4,11 +4,13 @@ In: the body of a request to /v1/responses. Out: the body of the equivalent chat
 answer as a response, one object or the events of a stream.
 
 A reply becomes up to three kinds of items, in this order: reasoning, message, function calls. Items
-that a client sends back become one message again, which is matched with the reply.
+that a client sends back become one message again, which is matched with the reply. A reply that is
+continued by `previous_response_id` is that reply itself.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,49 +19,79 @@ from typing import Any
 
 from rlsys.common.safe_json import dump_json
 from rlsys.environments.endpoint.openai_answers import MODEL, Decode, Fields, token_logprobs
-from rlsys.environments.endpoint.openai_requests import RequestOptions, invalid
+from rlsys.environments.endpoint.openai_requests import (
+    MAX_MESSAGES,
+    RequestError,
+    RequestOptions,
+    flag,
+    ignores_parallel_calls,
+    invalid,
+    token_limit,
+)
 from rlsys.environments.episode import Turn
-from rlsys.text.messages import Message
+from rlsys.errors import InvalidValue
+from rlsys.text.messages import Message, without_none
 
 # Supported fields. The answer lists all other fields of the request in `ignored`.
 FOLLOWED = {
     *("model", "input", "instructions", "tools", "tool_choice", "text", "max_output_tokens"),
     *("stream", "include", "previous_response_id", "store", "metadata", "background"),
+    "parallel_tool_calls",
 }
 LOGPROBS = "message.output_text.logprobs"
 
 
-def chat_body(body: Mapping[str, Any], known: Mapping[str, Sequence[Message]]) -> dict[str, Any]:
-    """Return the body of the equivalent chat request.
+def chat_body(
+    body: Mapping[str, Any], known: Mapping[str, Sequence[Message]]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the body of the equivalent chat request, and the field that each message is from.
 
-    `known` contains the messages of earlier responses by id, without their instructions. Raises
+    `known` contains the messages of earlier responses by id, without their instructions. All
+    fields are validated here, so that errors name the fields that the client sent. Raises
     RequestError.
     """
-    if body.get("background"):
+    if flag(body, "background"):
         raise invalid("background", body["background"], "is not supported", "Remove it.")
-    text = body.get("text")
+    messages, sources = _messages(body, known)
+    if len(messages) > MAX_MESSAGES:
+        rule = f"{len(messages)} messages are more than {MAX_MESSAGES}"
+        raise RequestError(f"input: {rule}. Send fewer, or join texts of one role.")
+    tools = [
+        _tool(number, one) for number, one in enumerate(_list(body, "tools")) if _is_function(one)
+    ]
     options = {
-        "messages": _messages(body, known),
-        "tools": [_tool(one) for one in _list(body, "tools") if _is_function(one)] or None,
-        "tool_choice": _choice(body.get("tool_choice")),
+        "messages": messages,
+        "tools": tools or None,
+        "tool_choice": _choice(body.get("tool_choice"), tools),
         "parallel_tool_calls": body.get("parallel_tool_calls"),
-        "response_format": _format(text.get("format")) if isinstance(text, dict) else None,
-        "max_completion_tokens": body.get("max_output_tokens"),
+        "response_format": _format(_text(body).get("format")),
+        "max_completion_tokens": token_limit(body, "max_output_tokens"),
         "logprobs": LOGPROBS in _list(body, "include"),
         "stream": body.get("stream"),
     }
-    return {name: value for name, value in options.items() if value is not None}
+    return {name: value for name, value in options.items() if value is not None}, sources
+
+
+def renamed(error: InvalidValue, sources: Sequence[str]) -> InvalidValue:
+    """Return an error about a message as one about the field that the message is from."""
+    found = re.match(r"messages(?:\[(\d+)\])?(?:\[\d+:\])?", error.field)
+    if found is None:
+        return error
+    name = sources[int(found[1])] if found[1] is not None else "input"
+    field = name + error.field[found.end() :]
+    return InvalidValue(field, error.value, rule=error.rule, fix=error.fix)
 
 
 def ignored_of(body: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of unsupported fields, and of tools that are not functions."""
-    others = [
-        f"tools[{number}]"
-        for number, one in enumerate(_list(body, "tools"))
-        if not _is_function(one)
-    ]
-    names = [name for name, value in body.items() if name not in FOLLOWED and value is not None]
-    return (*names, *others)
+    """Return the names of unsupported fields and elements, such as `tools[0]`."""
+    tools, include = _list(body, "tools"), _list(body, "include")
+    return (
+        *(name for name, value in body.items() if name not in FOLLOWED and value is not None),
+        *(["parallel_tool_calls"] if ignores_parallel_calls(body) else []),
+        *(f"tools[{n}]" for n, one in enumerate(tools) if not _is_function(one)),
+        *(f"text.{name}" for name in without_none(_text(body)) if name != "format"),
+        *(f"include[{n}]" for n, one in enumerate(include) if one != LOGPROBS),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +132,6 @@ def response_answer(
     """Return the response for a turn."""
     is_cut = turn.is_truncated
     num_prompt, num_sampled = len(turn.prompt_token_ids), len(turn.token_ids)
-    text = body.get("text")
     return ResponseAnswer(
         whole={
             "id": _id("resp"),
@@ -123,7 +154,7 @@ def response_answer(
             "metadata": body.get("metadata") or {},
             "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
             "previous_response_id": body.get("previous_response_id"),
-            "text": text if isinstance(text, dict) else {"format": {"type": "text"}},
+            "text": _text(body) or {"format": {"type": "text"}},
             "tool_choice": body.get("tool_choice") or "auto",
             "tools": _list(body, "tools"),
             "policy_version": turn.policy_version,
@@ -135,7 +166,10 @@ def response_answer(
 # Requests
 
 
-def _messages(body: Mapping[str, Any], known: Mapping[str, Sequence[Message]]) -> list[Message]:
+def _messages(
+    body: Mapping[str, Any], known: Mapping[str, Sequence[Message]]
+) -> tuple[list[Message], list[str]]:
+    """Return the messages, and the field that each one is from."""
     before: Sequence[Message] = ()
     if (name := body.get("previous_response_id")) is not None:
         if not isinstance(name, str) or name not in known:
@@ -155,33 +189,54 @@ def _messages(body: Mapping[str, Any], known: Mapping[str, Sequence[Message]]) -
         raise invalid("instructions", instructions, "must be a text", "Use a string.")
     first = [{"role": "system", "content": instructions}] if instructions else []
     messages: list[Message] = [*first, *before]
+    sources = ["instructions" for _ in first] + ["previous_response_id" for _ in before]
+    reasoning = ""  # of the reply whose next items follow
     for number, item in enumerate(items):
-        _append(messages, number, item)
-    return messages
+        if _kind(item) == "reasoning":
+            reasoning = _reasoning(number, item)
+            continue
+        _append(messages, number, item, begins_reply=bool(reasoning))
+        if reasoning and messages[-1]["role"] == "assistant":
+            messages[-1] = {**messages[-1], "reasoning_content": reasoning}
+        reasoning = ""
+        sources += [f"input[{number}]"] * (len(messages) - len(sources))
+    return messages, sources
 
 
-def _append(messages: list[Message], number: int, item: Any) -> None:
+def _kind(item: Any) -> Any:
+    return item.get("type") or "message" if isinstance(item, dict) else None
+
+
+def _reasoning(number: int, item: Mapping[str, Any]) -> str:
+    """Return the text of a reasoning item; "" if it has only a summary or encrypted content."""
+    return _content(number, item.get("content") or "")
+
+
+def _append(messages: list[Message], number: int, item: Any, *, begins_reply: bool) -> None:
     """Append an item as a message, or merge it into the reply that it is part of."""
-    kind = item.get("type") or "message" if isinstance(item, dict) else None
-    last = messages[-1] if messages else {}
-    is_in_reply = last.get("role") == "assistant"
+    kind, last = _kind(item), messages[-1] if messages else {}
+    is_in_reply = last.get("role") == "assistant" and not begins_reply
     match kind:
         case "message":
             role = item.get("role")
+            if not isinstance(role, str):
+                raise invalid(f"input[{number}].role", role, "must be a text", "Add a role.")
             message = {"role": role, "content": _content(number, item.get("content"))}
             messages.append(message)
         case "function_call":
+            if not isinstance(item.get("name"), str):
+                raise invalid(
+                    f"input[{number}].name", item.get("name"), "must be a text", "Name a function."
+                )
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             before = messages.pop() if is_in_reply else {"role": "assistant", "content": ""}
             calls = [*before.get("tool_calls", ()), call]
             messages.append({**before, "tool_calls": calls})
         case "function_call_output":
-            output = _content(number, item.get("output"))
+            output = _content(number, item.get("output"), "output")
             tool = {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
             messages.append(tool)
-        case "reasoning":
-            pass  # replies are matched without it, and reasoning of other models is not needed
         case _:
             raise invalid(
                 f"input[{number}]",
@@ -191,14 +246,14 @@ def _append(messages: list[Message], number: int, item: Any) -> None:
             )
 
 
-def _content(number: int, content: Any) -> str:
+def _content(number: int, content: Any, name: str = "content") -> str:
     """Return the text of a content, a string or a list of parts."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [None]
     texts = [part.get("text", part.get("refusal")) for part in parts if isinstance(part, dict)]
     if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-        raise invalid(f"input[{number}].content", content, "must be text", "Send text only.")
+        raise invalid(f"input[{number}].{name}", content, "must be text", "Send text only.")
     return "".join(map(str, texts))
 
 
@@ -206,24 +261,56 @@ def _is_function(tool: Any) -> bool:
     return not isinstance(tool, dict) or tool.get("type") == "function"
 
 
-def _tool(tool: Any) -> Any:
-    """Return a tool in the format of chats, which validate it."""
-    if not isinstance(tool, dict):
-        return tool
+def _tool(number: int, tool: Any) -> Fields:
+    """Return a tool in the format of chats."""
+    if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
+        raise invalid(
+            f"tools[{number}]",
+            tool,
+            "must be a tool",
+            'Use {"type": "function", "name": ..., "parameters": {...}}.',
+        )
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
 
 
-def _choice(choice: Any) -> Any:
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
+def _choice(choice: Any, tools: Sequence[Fields]) -> Any:
+    """Return a choice of tools in the format of chats."""
+    if choice in (None, "auto", "none") or (choice == "required" and tools):
+        return choice
+    name = choice.get("name") if isinstance(choice, dict) else None
+    is_function = isinstance(choice, dict) and choice.get("type") == "function"
+    if not is_function or all(tool["function"]["name"] != name for tool in tools):
+        raise invalid(
+            "tool_choice",
+            choice,
+            "must be 'auto', 'none', 'required' (with tools) or name one of the tools",
+            'For example: {"type": "function", "name": ...}.',
+        )
+    return {"type": "function", "function": {"name": name}}
+
+
+def _text(body: Mapping[str, Any]) -> Fields:
+    """Return the options of the text."""
+    text = body.get("text") or {}
+    if not isinstance(text, dict):
+        raise invalid("text", text, "must be an object", 'For example: {"format": {...}}.')
+    return text
 
 
 def _format(format: Any) -> Any:
-    if isinstance(format, dict) and format.get("type") == "json_schema":
-        described = {k: v for k, v in format.items() if k != "type"}
-        return {"type": "json_schema", "json_schema": described}
-    return format
+    """Return a format of the text in the format of chats."""
+    kind = format.get("type") if isinstance(format, dict) else None
+    if format is None or kind in ("text", "json_object"):
+        return format
+    if kind != "json_schema" or not isinstance(format.get("schema"), dict):
+        raise invalid(
+            "text.format",
+            format,
+            "must have the type text, json_object or json_schema (with a schema)",
+            'For example: {"type": "json_schema", "name": ..., "schema": {...}}.',
+        )
+    described = {name: value for name, value in format.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": described}
 
 
 def _list(body: Mapping[str, Any], name: str) -> list[Any]:

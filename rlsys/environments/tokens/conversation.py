@@ -52,7 +52,7 @@ class Path:
     num_reused: int  # length of the prefix that the tree already contains
     seat: int
     begins_branch: bool  # a reply starts a new branch: no branch ends with this path
-    _node: Node
+    _node: Node | None  # of the last message; None: the prompt is given as token ids
     _known: TreePlace | None
     _num_replies: int
     _tools: list[Message]
@@ -74,6 +74,7 @@ class Conversation:
         self._roots: dict[int, Node] = {}
         self._encoded: Cache = {}
         self._replies: list[Node] = []
+        self._of_tokens: dict[tuple[Node, tuple[int, ...]], Node] = {}
         self._tools: list[Message] = []
         self._guarded_tools: list[Message] = []
 
@@ -119,22 +120,33 @@ class Conversation:
 
     def prompt_of_tokens(self, token_ids: Sequence[int], *, seat: int = 0) -> Path:
         """Return the path of a prompt of token ids, which stay unchanged."""
-        node = self._roots.setdefault(seat, Node(None, {}, -1))
-        place = self._tree.find(token_ids, seat)
-        start = 0
+        return self._path(list(token_ids), self._tree.find(token_ids, seat), None, [], seat)
+
+    def placed(self, path: Path) -> Path:
+        """Return a path that has not been sampled yet with the tokens that it shares by now."""
+        if path._num_replies == self._tree.num_replies:
+            return path
+        place = self._tree.find(path.token_ids, path.seat)
+        return self._path(path.token_ids, place, path._node, path._tools, path.seat)
+
+    def _node_of_tokens(self, path: Path) -> Node:
+        """Return the node of a prompt of token ids: those after the reply that it continues."""
+        node, start = self._roots.setdefault(path.seat, Node(None, {}, -1)), 0
         for one in reversed(self._replies):
-            if place is not None and one.reply is not None and one.reply.place == place:
-                node, start = one, place.length
+            if path._known and one.reply is not None and one.reply.place == path._known:
+                node, start = one, path._known.length
                 break
-        if text := self._codec.boundary.decode_written(list(token_ids[start:])):
-            node = node.child({"role": "user", "content": text})
-        return self._path(list(token_ids), place, node, [], seat)
+        key = (node, tuple(path.token_ids[start:]))
+        if key[1] and key not in self._of_tokens:
+            text = self._codec.boundary.decode_written(path.token_ids[start:])
+            self._of_tokens[key] = node.child({"role": "user", "content": text})
+        return self._of_tokens.get(key, node)
 
     def _path(
         self,
         token_ids: list[int],
         place: TreePlace | None,
-        node: Node,
+        node: Node | None,
         tools: list[Message],
         seat: int,
     ) -> Path:
@@ -153,7 +165,8 @@ class Conversation:
         """Add a reply and return it as an assistant's message.
 
         The caller may split tool calls off the content, in the returned message itself. A later
-        prompt is matched with the reply by the content and the tool calls of that message.
+        prompt is matched with the reply by that object, or else by the content, the tool calls and
+        the reasoning of that message.
         """
         codec = self._codec
         place = self._tree.add(
@@ -175,7 +188,8 @@ class Conversation:
             place=place,
             tools=path._tools,
         )
-        self._replies.append(path._node.child(dict(message), reply))
+        node = self._node_of_tokens(path) if path._node is None else path._node
+        self._replies.append(node.child(dict(message), reply))
         return message
 
     @property
@@ -340,12 +354,16 @@ class Conversation:
 
         Templates may omit most of an assistant's text, so it is not checked.
         """
-        text = (node.message.get("content") or "").strip()
-        if self._max_tokens is None or node.message["role"] == "assistant":
-            return
-        num_tokens = self._codec.text.num_tokens_beyond(text, self._max_tokens)
-        if num_tokens is not None:
-            raise TextTooLong(len(text), num_tokens)
+        if self._max_tokens is not None and node.message["role"] != "assistant":
+            text = (node.message.get("content") or "").strip()
+            check_length(self._codec, text, self._max_tokens)
 
     def _encode(self, text: str, after: int | None, where: str) -> list[int]:
         return self._codec.text.encode(text, after=after, cache=self._encoded, where=where)
+
+
+def check_length(codec: Codec, text: str, max_tokens: int) -> None:
+    """Raise TextTooLong if a text certainly has more than `max_tokens`."""
+    num_tokens = codec.text.num_tokens_beyond(text, max_tokens)
+    if num_tokens is not None:
+        raise TextTooLong(len(text), num_tokens)

@@ -87,45 +87,82 @@ class Node:
 def find(root: Node, messages: Sequence[Message]) -> Node:
     """Return the node of the last message. New messages are added.
 
+    Several replies may have the same text and calls. Of these, the ones that the message identifies
+    best are followed (`_best`), then those under which most of the later messages are known. If
+    several remain, nothing that the client sent distinguishes them. The latest one that no prompt
+    has continued is taken, or else the latest one.
+
     Raises:
         InvalidValue: An element is not a message.
     """
-    node = root
-    for message in messages:
+    nodes = [root]
+    for number, message in enumerate(messages):
+        children = _known_children(nodes, message)
+        if not children:
+            node = _latest(nodes)
+            for new in messages[number:]:
+                node = node.child(_checked(new, node.depth + 1))
+            return node
+        nodes = children
+    return _latest(nodes)
+
+
+def _latest(nodes: Sequence[Node]) -> Node:
+    return next((one for one in reversed(nodes) if not one.children), nodes[-1])
+
+
+def _known_children(nodes: Sequence[Node], message: Message) -> list[Node]:
+    """Return the children of the nodes that a message may be, the latest one last."""
+    if len(nodes) == 1 and len(nodes[0].children) == 1:
         # Fast path: nearly all nodes of a long conversation have one child.
-        known = node.children[0] if len(node.children) == 1 else None
-        if known is not None and not (
-            known.message == message if known.reply is None else known.reply.message is message
-        ):
-            known = None
-        known = known or _known_child(node, message)
-        node = known or node.child(_checked(message, node.depth + 1))
-    return node
-
-
-def _known_child(node: Node, message: Message) -> Node | None:
-    """Return the child with this message; the latest one if several have the same text."""
-    for child in node.children:
-        if child.reply is not None and child.reply.message is message:
-            return child
+        (child,) = nodes[0].children
+        if child.message == message if child.reply is None else child.reply.message is message:
+            return [child]
     as_text = message
     if isinstance(message, Mapping) and not isinstance(message.get("content"), str):
         as_text = {**message, "content": text_of_content(message.get("content"))}
-    for child in reversed(node.children):
-        if child.reply is None:
-            if child.message == message or child.message == as_text:
-                return child
-        elif _is_same(child.reply.message, message):
-            return child
-    return None
+    found = [
+        child
+        for node in nodes
+        for child in node.children
+        if (
+            child.message in (message, as_text)
+            if child.reply is None
+            else child.reply.message is message or _is_same(child.reply.message, message)
+        )
+    ]
+    return _best(found, message) if len(found) > 1 else found
+
+
+def _best(nodes: list[Node], message: Message) -> list[Node]:
+    """Return the nodes that a message identifies best.
+
+    The message object of a reply identifies it, then the ids of its calls, which are unique unless
+    the model writes ids itself.
+    """
+    same = [one for one in nodes if one.reply is not None and one.reply.message is message]
+    if not same and (ids := _call_ids(message)):
+        same = [one for one in nodes if one.reply and _call_ids(one.reply.message) == ids]
+    return same or nodes
+
+
+def _call_ids(message: Message) -> list[Any]:
+    return [call.get("id") for call in message.get("tool_calls") or ()]
 
 
 def _is_same(sampled: Message, message: Message) -> bool:
-    """Return whether a message of a client is the sampled one, sent back."""
-    content = text_of_content(message.get("content"))
-    if message.get("role") != "assistant" or content is None:
+    """Return whether a message of a client may be the sampled one, sent back.
+
+    Many clients do not send the reasoning. If it is sent, it must be the sampled one.
+    """
+    if not isinstance(message, Mapping) or message.get("role") != "assistant":
         return False
-    if (sampled.get("content") or "").strip() != content.strip():
+    content = text_of_content(message.get("content"))
+    if content is None or (sampled.get("content") or "").strip() != content.strip():
+        return False
+    reasoning = message.get("reasoning_content")
+    own = sampled.get("reasoning_content") or ""
+    if isinstance(reasoning, str) and reasoning.strip() not in ("", own.strip()):
         return False
     calls, others = sampled.get("tool_calls"), message.get("tool_calls")
     return calls == others or canonical_calls(calls) == canonical_calls(others)

@@ -21,7 +21,8 @@ from rlsys.common.call_clock import clocked
 from rlsys.common.child_channel import ChildChannel
 from rlsys.common.safe_json import dump_json
 from rlsys.environments.environment import Environment
-from rlsys.environments.episode import EpisodeFailed, EpisodeOver, numbers_of
+from rlsys.environments.episode import EpisodeOver
+from rlsys.environments.returned_rewards import EpisodeFailed, numbers_of
 from rlsys.environments.tools.tools import ToolError
 from rlsys.environments.workers.sync_worker_chat import SyncChat
 from rlsys.rewards.outcome import failure_from
