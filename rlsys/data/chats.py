@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from rlsys.common.option_names import option
 from rlsys.data.completions import check_length
 from rlsys.data.prompt_rendering import PromptRenderer, check_no_sharegpt
 from rlsys.errors import InvalidValue, require
@@ -180,10 +181,8 @@ class ChatColumn:
         """Return the fix for a reply that lacks the beginning that the template generates."""
         template = template_text(self.renderer.tokenizer) or ""
         if before.rstrip().endswith("<think>") and "enable_thinking" in template:
-            return (
-                "The generation prompt opens <think>: set --data.template-options "
-                "enable_thinking=false."
-            )
+            written = option("data.template_options", "enable_thinking=false")
+            return f"The generation prompt opens <think>. Set {written}."
         return "Use a template for training, or write that beginning into the message."
 
     def _text(self, messages: Messages, where: str, tools: Messages) -> str:

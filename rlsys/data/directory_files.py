@@ -129,21 +129,18 @@ def _chosen(
 
 
 def _listed(base: str, files: Any, setting: str) -> Splits:
-    """Return the files of the patterns in README.md."""
-    if isinstance(files, str) or (
-        isinstance(files, list) and all(isinstance(one, str) for one in files)
-    ):
-        files = {TRAIN: files}
-    elif isinstance(files, list):
-        files = {str(one.get("split", TRAIN)): one.get("path", ()) for one in files}
-    return {
-        str(split): tuple(
-            file
-            for pattern in ([patterns] if isinstance(patterns, str) else patterns)
-            for file in _matches(base, str(pattern), setting)
-        )
-        for split, patterns in files.items()
-    }
+    """Return the files of the patterns in README.md, each one once per split."""
+    entries: list[tuple[Any, Any]] = [*files.items()] if isinstance(files, Mapping) else []
+    listed: list[Any] = files if isinstance(files, list) else [files]
+    for one in listed if not entries else ():
+        is_entry = isinstance(one, Mapping)
+        entries.append((one.get("split", TRAIN), one.get("path", ())) if is_entry else (TRAIN, one))
+    found: dict[str, dict[str, None]] = {}
+    for split, patterns in entries:
+        for pattern in patterns if isinstance(patterns, list) else [patterns]:
+            matches = _matches(base, str(pattern), setting)
+            found.setdefault(str(split), {}).update(dict.fromkeys(matches))
+    return {split: tuple(some) for split, some in found.items()}
 
 
 def _matches(base: str, pattern: str, setting: str) -> list[str]:

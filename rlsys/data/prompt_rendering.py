@@ -205,7 +205,7 @@ class PromptRenderer:
 
     @cached_property
     def ends_turns(self) -> bool:
-        """Whether the template writes something after a reply."""
+        """Return whether the template writes something after a reply."""
         messages = [{"role": "user", "content": "a"}, {"role": REPLY_ROLE, "content": PROBE}]
         try:
             text = render_chat(self.tokenizer, messages, ending=Ending.CLOSED)

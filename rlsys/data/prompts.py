@@ -216,9 +216,9 @@ class PromptSource(RowSource):
 
     def _text(self, asked: object, where: str, tools: object) -> str:
         renderer = self._renderer
-        if not isinstance(self._completions, ChatColumn):
+        if not isinstance(self._completions, ChatColumn | ContinuationColumn):
             return renderer.text(asked, where, tools=tools)
-        # The dataset's reply follows in its own message.
+        # The dataset's reply follows in its own message, also after a prompt that ends with one.
         return renderer.chat_text(
             renderer.messages(asked, where), where, tools=renderer.tools(tools, where)
         )

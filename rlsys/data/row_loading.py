@@ -22,7 +22,7 @@ from rlsys.data.directory_files import TRAIN, directory_splits
 from rlsys.data.joined_rows import JoinedRows
 from rlsys.data.json_rows import FIX_JSON
 from rlsys.data.source_names import Source, loader_of, read_sources, takes_subset
-from rlsys.data.table_files import FIX_TABLE, load_tables
+from rlsys.data.table_files import FIX_TABLE, has_times, load_tables
 from rlsys.data.text_rows import READERS, joined_parts, load_texts
 from rlsys.errors import InvalidValue, require
 
@@ -160,7 +160,7 @@ def _check_no_times(rows: Any, name: str, setting: str) -> None:
     times = [
         column
         for column, kind in zip(rows.column_names, rows.data.schema.types, strict=True)
-        if "timestamp" in str(kind) or "date" in str(kind)
+        if has_times(kind)
     ]
     require(
         not times,

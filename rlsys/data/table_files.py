@@ -38,12 +38,20 @@ def load_tables(files: Sequence[str], loader: str, setting: str) -> Any:
     first, schema = filled[0]
     for file, other in filled[1:]:
         _check_schema(schema, other, first, file, setting)
-    names = [file for file, _ in filled]
+    if all(schema.equals(other) for _, other in filled):
+        return _load([file for file, _ in filled], loader)
+    # Joined tables have the type of the first one that is not a column of nulls.
+    return datasets.concatenate_datasets([_load([file], loader) for file, _ in filled])
+
+
+def _load(files: Sequence[str], loader: str) -> Any:
+    import datasets
+
     return datasets.load_dataset(
         loader,
-        data_files=[glob.escape(file) for file in names],
+        data_files=[glob.escape(file) for file in files],
         split="train",
-        cache_dir=str(cache_directory() / fingerprint(names, loader)),
+        cache_dir=str(cache_directory() / fingerprint(files, loader)),
     )
 
 
@@ -119,6 +127,14 @@ def _is_same(one: Any, other: Any) -> bool:
             _is_same(one.field(name).type, other.field(name).type) for name in names
         )
     return False
+
+
+def has_times(kind: Any) -> bool:
+    """Return whether an Arrow type is, or contains, a date or a time."""
+    import pyarrow
+
+    parts = (kind.field(number).type for number in range(kind.num_fields))
+    return bool(pyarrow.types.is_temporal(kind)) or any(map(has_times, parts))
 
 
 def _is_text(kind: Any) -> bool:

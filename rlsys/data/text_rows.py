@@ -70,12 +70,20 @@ def load_texts(files: Sequence[str], loader: str, setting: str) -> Any:
     """
     import datasets
 
-    path = cache_directory() / f"{fingerprint(files, loader)}.arrow"
+    before = fingerprint(files, loader)
+    path = cache_directory() / f"{before}.arrow"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as directory:
             made = Path(directory, path.name)
             _write_table(files, loader, setting, made)
+            require(
+                fingerprint(files, loader) == before,
+                setting,
+                files[0] if len(files) == 1 else list(files),
+                rule="has changed while it was read",
+                fix="Start again when it is complete.",
+            )
             made.replace(path)
     table = datasets.Dataset.from_file(str(path))
     return JsonRows(table) if loader == "json" else table
@@ -95,7 +103,7 @@ def _write_table(files: Sequence[str], loader: str, setting: str, path: Path) ->
         bool(columns),
         setting,
         files[0] if len(files) == 1 else list(files),
-        rule="has no rows",
+        rule="has no rows with a column",
         fix="Write rows with a prompt into it.",
     )
     schema = pyarrow.schema([(name, pyarrow.large_string()) for name in columns])

@@ -136,3 +136,18 @@ def test_a_template_that_thinks_by_default_names_its_option() -> None:
     with invalid(ROW) as error:
         source(CHAT[:2], template)
     assert "enable_thinking=false" in error.value.fix
+
+
+def test_a_reply_after_a_prompt_that_ends_with_a_reply_is_another_message() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = ENDS
+    prompt = PromptSource(
+        DataConfig(chat_template=True),
+        tokenizer,
+        seed=0,
+        max_tokens=32,
+        max_context=64,
+        rows=[{"prompt": CHAT[:2], "completion": [{"role": "assistant", "content": "5"}]}],
+        completions=("completion", 1),
+    ).at(0)
+    assert (prompt.text, prompt.completions[0].text) == ("u:1\na:23<eos>\na:", "5<eos>")

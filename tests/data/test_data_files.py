@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import logging
 import os
@@ -153,7 +154,10 @@ def test_the_header_of_the_readme_lists_files(
     assert all(split in refusal(directory, split="none").rule for split in expected)
 
 
-@pytest.mark.parametrize("header", ["a: [", "configs: 5", "configs:\n- data_files: none.csv"])
+@pytest.mark.parametrize(
+    "header",
+    ["a: [", "configs: 5", "configs:\n- data_files: 5", "configs:\n- data_files: none.csv"],
+)
 def test_a_wrong_header_of_the_readme_is_refused(directory: Path, header: str) -> None:
     write(directory / "a.jsonl", "1")
     (directory / "README.md").write_text(f"---\n{header}\n---\n")
@@ -188,6 +192,15 @@ def test_another_type_in_another_shard_is_refused(directory: Path, other: tuple[
     assert answers(f"{directory}/a-1.parquet,{directory}/a-2.parquet") == [7, *other]
 
 
+@pytest.mark.parametrize(
+    ("empty", "value"), [(None, "007"), ([], [["x"]]), ({"x": []}, {"x": ["y"]})]
+)
+def test_a_shard_of_nulls_suits_any_type(directory: Path, empty: object, value: object) -> None:
+    write_table(directory / "a-1.parquet", empty)
+    write_table(directory / "a-2.parquet", value)
+    assert answers(directory) == [empty, value]
+
+
 def test_empty_shards_are_skipped(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(directory / "a-1.jsonl")
     write(directory / "a-2.jsonl", "1")
@@ -208,3 +221,18 @@ def test_data_without_rows_is_refused(directory: Path) -> None:
     assert refusal(directory / "a.csv").value == str(directory / "a.csv")
     datasets.Dataset.from_dict({"prompt": []}).save_to_disk(str(directory / "saved"))
     assert refusal(directory / "saved").value == str(directory / "saved")
+
+
+def test_times_of_a_hub_dataset_of_json_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def loader(values: list[Any]) -> Any:
+        rows = datasets.Dataset.from_dict({"a": values})
+        rows.info.builder_name = "json"
+        return lambda path, name, split: [rows]
+
+    times = [{"x": [datetime.datetime(2020, 1, 1)]}]
+    monkeypatch.setattr(datasets, "load_dataset", loader(times))
+    assert refusal("org/name").value == "org/name"
+    monkeypatch.setattr(datasets, "load_dataset", loader([{"date": "2020-01-01"}]))
+    assert load("org/name") == [{"a": {"date": "2020-01-01"}}]

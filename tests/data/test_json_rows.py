@@ -41,20 +41,25 @@ def refused(path: Path, file: Path | None = None) -> str:
     return error.value.rule
 
 
+def compressed(text: str, ending: str) -> bytes:
+    data = text.encode()
+    match ending:
+        case ".gz":
+            return gzip.compress(data)
+        case ".bz2":
+            return bz2.compress(data)
+        case ".xz":
+            return lzma.compress(data)
+        case ".zst":
+            found: bytes = pyarrow.compress(data, "zstd", asbytes=True)
+            return found
+    return data
+
+
 def unchanged(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write rows as the file's ending says, and assert that exactly these are loaded."""
     text = json.dumps(rows, indent=1) if path.suffixes[0] == ".json" else lines(rows)
-    data = text.encode()
-    match path.suffix:
-        case ".gz":
-            data = gzip.compress(data)
-        case ".bz2":
-            data = bz2.compress(data)
-        case ".xz":
-            data = lzma.compress(data)
-        case ".zst":
-            data = pyarrow.compress(data, "zstd", asbytes=True)
-    path.write_bytes(data)
+    path.write_bytes(compressed(text, path.suffix))
     found = load(path)
     assert found == rows
     assert json.dumps(found) == json.dumps(rows)  # 1 == 1.0 == True
@@ -121,6 +126,13 @@ def test_a_column_of_another_file_is_added(tmp_path: Path) -> None:
 def test_what_cannot_be_kept_is_refused(tmp_path: Path, text: str, word: str) -> None:
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n' + text + "\n")
     assert word in refused(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("ending", [".gz", ".bz2", ".xz", ".zst"])
+def test_a_truncated_compressed_file_is_refused(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"a.jsonl{ending}"
+    path.write_bytes(compressed('{"a": 1}\n' * 9, ending)[:-4])
+    refused(path)
 
 
 def test_compressed_data_without_the_ending_is_refused(tmp_path: Path) -> None:
