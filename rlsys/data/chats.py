@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from rlsys.common.option_names import option
 from rlsys.data.completions import check_length
-from rlsys.data.prompt_rendering import PromptRenderer
+from rlsys.data.prompt_rendering import PromptRenderer, check_no_sharegpt
 from rlsys.errors import InvalidValue, require
-from rlsys.text.chat_template import REPLY_ROLE, Ending
+from rlsys.text.chat_template import REPLY_ROLE, Ending, template_text
 from rlsys.text.messages import Message
 from rlsys.types import Completion
 
@@ -58,6 +59,7 @@ class ChatColumn:
         Raises:
             InvalidValue: The chat has no reply, or nothing before it. The field is `where`.
         """
+        check_no_sharegpt(value, where)
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise InvalidValue(
                 where,
@@ -151,7 +153,7 @@ class ChatColumn:
             where,
             rule=f"the model's chat template begins a generated reply with {before[-20:]!r}, but "
             f"leaves this out of the written message {reply} (from 0)",
-            fix="Use a template for training, or write that beginning into the message.",
+            fix=self._beginning_fix(before),
         )
         after = self.renderer.boundary.shared_beginning(closed, whole).rstrip()
         # Text after it ends the conversation, not the turn.
@@ -167,13 +169,21 @@ class ChatColumn:
         )
         content = messages[reply]["content"].strip()
         require(
-            not content or not after.endswith(content),
+            not after.endswith(content) if content else self.renderer.ends_turns,
             where,
             rule="the model's chat template writes nothing after a reply, so the model would not "
             "learn to end one",
             fix="Use a template that ends replies, or columns with texts.",
         )
         return len(before), len(after)
+
+    def _beginning_fix(self, before: str) -> str:
+        """Return the fix for a reply that lacks the beginning that the template generates."""
+        template = template_text(self.renderer.tokenizer) or ""
+        if before.rstrip().endswith("<think>") and "enable_thinking" in template:
+            written = option("data.template_options", "enable_thinking=false")
+            return f"The generation prompt opens <think>. Set {written}."
+        return "Use a template for training, or write that beginning into the message."
 
     def _text(self, messages: Messages, where: str, tools: Messages) -> str:
         return self.renderer.chat_text(messages, where, ending=Ending.CLOSED, tools=tools)

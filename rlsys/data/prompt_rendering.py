@@ -6,7 +6,7 @@ the text that the model sees, plain or through the tokenizer's chat template, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,6 +27,21 @@ from rlsys.text.messages import Message, plain_messages, plain_tools
 from rlsys.text.tokenizer_boundary import TokenizerBoundary, check_encodable
 
 TOOLS_COLUMN = "tools"
+
+
+def check_no_sharegpt(value: object, where: str) -> None:
+    """Raise InvalidValue about `where` for messages with "from" and "value"."""
+    require(
+        not isinstance(value, Sequence)
+        or isinstance(value, str | bytes)
+        or not any(
+            isinstance(one, Mapping) and {"from", "value"} <= {*one} and "role" not in one
+            for one in value
+        ),
+        where,
+        rule="has messages with the keys 'from' and 'value' (ShareGPT's format)",
+        fix="Convert each one to 'role' and 'content', as docs/formats.md#messages shows.",
+    )
 
 
 @dataclass(frozen=True)
@@ -106,6 +121,7 @@ class PromptRenderer:
         Raises:
             InvalidValue: The value is not a chat. The field is `where`.
         """
+        check_no_sharegpt(value, where)
         chat = [{"role": "user", "content": value}] if isinstance(value, str) else value
         messages: list[Message] = list(plain_messages(chat, where))
         if self.config.system_prompt is None:
@@ -186,6 +202,16 @@ class PromptRenderer:
     @cached_property
     def _written_roles(self) -> set[str]:
         return {REPLY_ROLE}  # templates leave out the reasoning of earlier replies
+
+    @cached_property
+    def ends_turns(self) -> bool:
+        """Return whether the template writes something after a reply."""
+        messages = [{"role": "user", "content": "a"}, {"role": REPLY_ROLE, "content": PROBE}]
+        try:
+            text = render_chat(self.tokenizer, messages, ending=Ending.CLOSED)
+        except Exception:  # noqa: BLE001 - a template may refuse these messages
+            return True
+        return not text.rstrip().endswith(PROBE)
 
     @cached_property
     def _renders_tools(self) -> bool:

@@ -28,11 +28,27 @@ from rlsys.data.row_source import RowSource
 from rlsys.errors import InvalidValue, require
 from rlsys.rewards.column_paths import split_path, value_at
 from rlsys.text.chat_template import set_template_options
+from rlsys.text.messages import without_none
 from rlsys.types import Completion, Int32Array, Prompt
 
 logger = logging.getLogger(__name__)
 
 COMPLETIONS_FIELD = "flow.dataset: completions"
+
+# Columns that change the prompt in other trainers and would be ignored here.
+UNREAD_COLUMNS = {
+    "chat_template_kwargs": (
+        "has options of the chat template for single rows, which are not supported",
+        "Set data.template_options for all rows, and remove or rename the column.",
+    ),
+    **dict.fromkeys(
+        ("images", "image"),
+        (
+            "belongs to prompts with images, and models read text only",
+            "Remove these rows, or remove or rename the column.",
+        ),
+    ),
+}
 
 AnyColumn = CompletionColumn | ChatColumn | ContinuationColumn
 
@@ -129,6 +145,7 @@ class PromptSource(RowSource):
                 self._use_pairs(completions[0])
         self._renderer = PromptRenderer(config, tokenizer)
         self._check_column(config.prompt_column, "data.prompt_column")
+        self._check_unread()
         self._completions = self._completion_column(completions, max_tokens)
         require(
             max_tokens < max_context,
@@ -199,9 +216,9 @@ class PromptSource(RowSource):
 
     def _text(self, asked: object, where: str, tools: object) -> str:
         renderer = self._renderer
-        if not isinstance(self._completions, ChatColumn):
+        if not isinstance(self._completions, ChatColumn | ContinuationColumn):
             return renderer.text(asked, where, tools=tools)
-        # The dataset's reply follows in its own message.
+        # The dataset's reply follows in its own message, also after a prompt that ends with one.
         return renderer.chat_text(
             renderer.messages(asked, where), where, tools=renderer.tools(tools, where)
         )
@@ -252,6 +269,22 @@ class PromptSource(RowSource):
                 boundary=self._renderer.boundary,
             )
         return column
+
+    def _check_unread(self) -> None:
+        """Raise InvalidValue for columns that other trainers add to the prompt."""
+        for column, (reason, fix) in UNREAD_COLUMNS.items():
+            if column not in self._columns or column == self._config.prompt_column:
+                continue
+            features = getattr(self._rows, "features", None) or {}
+            filled = hasattr(features.get(column), "decode_example") or any(
+                without_none(value) not in (None, "", {}, []) for value in self._values(column)
+            )
+            require(
+                not filled,
+                self.where,
+                rule=f"the column {column!r} {reason}",
+                fix=fix,
+            )
 
     def _check_pair(self, name: str, size: int) -> None:
         """Raise InvalidValue if the rows have neither two completions nor a whole pair."""

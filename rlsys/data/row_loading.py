@@ -1,47 +1,48 @@
 """Dataset rows from local files, directories and the Hugging Face hub.
 
-In: the text of `data.source` (source_names.py). Out: a memory-mapped `datasets.Dataset`, or several
-of them joined, with column names and length.
+    data.source ─► sources (source_names.py) ─► files of each split (directory_files.py)
+                ─► rows (text_rows.py, table_files.py) ─► parts of splits, joined
+
+Out: rows with column names and length, memory-mapped. The values are those in the files.
 """
 
 from __future__ import annotations
 
-import codecs
 import contextlib
-import glob
+import functools
 import logging
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlsys.config import DataConfig
+from rlsys.data.csv_rows import FIX_CSV
+from rlsys.data.directory_files import TRAIN, directory_splits
 from rlsys.data.joined_rows import JoinedRows
-from rlsys.data.json_types import check_json_types, opened
-from rlsys.data.source_names import COMPRESSED, Source, loader_of, read_sources, takes_subset
+from rlsys.data.json_rows import FIX_JSON
+from rlsys.data.source_names import Source, loader_of, read_sources, takes_subset
+from rlsys.data.table_files import FIX_TABLE, has_times, load_tables
+from rlsys.data.text_rows import READERS, joined_parts, load_texts
 from rlsys.errors import InvalidValue, require
 
-# The fix for a source that cannot be loaded, by its kind or the loader of its files.
+logger = logging.getLogger(__name__)
+
+# The fix for a source that cannot be loaded, by its kind or the type of its files.
 FIXES = {
-    "json": "Check the file: one JSON object per line for .jsonl, a list of them for .json.",
-    "csv": "Check the file: a first line with the names of the columns, then a line for each row.",
-    "parquet": "Check the file, or write it anew, such as with pandas.DataFrame.to_parquet.",
+    "json": FIX_JSON,
+    "csv": FIX_CSV,
+    "parquet": FIX_TABLE,
     "arrow": "Check the file, or give the directory that save_to_disk wrote.",
     "saved": "Check the split, or save the dataset again with save_to_disk.",
     "directory": "Check the split, data.subset and the files, or give a pattern such as DIR/*.csv.",
     "hub": "Check the name, data.subset, the split and the network, or give a local file.",
 }
 
-# The beginning of a JSON file that can be read: an object, or a list of objects (or of none).
-OBJECTS = re.compile(rb"(\xef\xbb\xbf)?\s*(\[\s*\]|(\[\s*)?\{|$)")
-
-UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-
 # A split, or a part of one: "train", "train[:90%]". Several are joined with "+".
 SPLIT_NAME = re.compile(r"(?:^|\+)\s*([\w.-]+)")
 
-TRAIN = "train"  # the name that `datasets` gives the only split of files
+Load = Callable[[], Any]  # loads the rows of a split
 
 
 def load_rows(config: DataConfig, setting: str = "data.source", *, file_split: str = TRAIN) -> Any:
@@ -74,16 +75,11 @@ def _load(source: Source, config: DataConfig, setting: str, file_split: str) -> 
 
     if source.kind != "hub":
         datasets.disable_progress_bars()  # local data loads within seconds
-    loaders = {"files": _load_files, "saved": _load_saved}
-    load = loaders.get(source.kind, _load_named)
-    for file in source.files:
-        _check_file(Path(file), source.loader, setting)
-    if source.kind == "directory":
-        _check_one_type(source.text, setting)
+    of_kind = {"files": _files, "saved": _saved, "directory": _directory, "hub": _hub}
     with _as_invalid_value(source, setting), _quiet_datasets():
-        rows = load(source, config, _split_setting(setting), file_split)
-        files = _json_files(source, config)
-    check_json_types(files, rows.features, setting)
+        splits = of_kind[source.kind](source, config, setting, file_split)
+        rows = _of_splits(splits, config.split, _split_setting(setting), source.text)
+    require(len(rows) > 0, setting, source.text, rule="has no rows", fix="Give data with prompts.")
     return rows
 
 
@@ -108,8 +104,6 @@ def _as_invalid_value(source: Source, setting: str) -> Iterator[None]:
         IndexError,
         TypeError,
     ) as error:
-        if source.loader == "json":
-            check_json_types(source.files, None, setting)
         reason = " ".join(str(error.__cause__ or error).split()) or "it has no rows"
         raise InvalidValue(
             setting,
@@ -119,105 +113,101 @@ def _as_invalid_value(source: Source, setting: str) -> Iterator[None]:
         ) from error
 
 
-def _load_files(source: Source, config: DataConfig, setting: str, file_split: str) -> Any:
-    import datasets
-
-    _check_file_split(source, config.split, setting, file_split)
-    tabs = source.files[0].removesuffix(".gz").endswith(".tsv")
-    rows = datasets.load_dataset(
-        source.loader,
-        data_files=[glob.escape(file) for file in source.files],
-        split=TRAIN,
-        **({"sep": "\t"} if tabs else {}),
-    )
-    return _of_splits({TRAIN: rows, file_split: rows}, config.split, setting, source.text)
+def _files(source: Source, config: DataConfig, setting: str, file_split: str) -> Mapping[str, Load]:
+    _check_file_split(source, config.split, _split_setting(setting), file_split)
+    load = functools.partial(_load_files, source.files, setting)
+    return {TRAIN: load, file_split: load}
 
 
-def _load_saved(source: Source, config: DataConfig, setting: str, file_split: str) -> Any:
+def _saved(source: Source, config: DataConfig, setting: str, file_split: str) -> Mapping[str, Load]:
     import datasets
 
     saved = datasets.load_from_disk(source.text)
     if not isinstance(saved, datasets.DatasetDict):
-        _check_file_split(source, config.split, setting, file_split)
+        _check_file_split(source, config.split, _split_setting(setting), file_split)
         saved = {TRAIN: saved, file_split: saved}
-    return _of_splits(saved, config.split, setting, source.text)
+    return {name: functools.partial(saved.get, name) for name in saved}
 
 
-def _load_named(source: Source, config: DataConfig, setting: str, file_split: str) -> Any:
-    """Load a hub dataset, or a directory with data files.
+def _directory(
+    source: Source, config: DataConfig, setting: str, file_split: str
+) -> Mapping[str, Load]:
+    del file_split  # a directory has its own splits
+    _instruction(config.split, _split_setting(setting))
+    splits = directory_splits(source.text, config.subset, setting)
+    return {name: functools.partial(_load_files, files, setting) for name, files in splits.items()}
 
-    The README.md of a hub dataset may describe its data files.
-    """
+
+def _hub(source: Source, config: DataConfig, setting: str, file_split: str) -> Mapping[str, Load]:
     import datasets
 
-    _instruction(config.split, setting)
+    del file_split
+    _instruction(config.split, _split_setting(setting))
     names = list(dict.fromkeys(SPLIT_NAME.findall(config.split)))
-    rows = datasets.load_dataset(path=source.text, name=config.subset, split=names)
-    return _of_splits(dict(zip(names, rows, strict=True)), config.split, setting, source.text)
+    found = datasets.load_dataset(path=source.text, name=config.subset, split=names)
+    for rows in found:
+        _check_no_times(rows, source.text, setting)
+    return {
+        name: functools.partial(lambda one: one, rows)
+        for name, rows in zip(names, found, strict=True)
+    }
 
 
-def _check_one_type(directory: str, setting: str) -> None:
-    """Raise InvalidValue for a directory with data files of several types.
-
-    The loader takes the most frequent type and silently ignores the other files. Directories whose
-    README.md lists their data files are not checked.
-    """
-    from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
-
-    card = Path(directory, "README.md")
-    if card.is_file() and "data_files" in card.read_text(errors="replace"):
+def _check_no_times(rows: Any, name: str, setting: str) -> None:
+    """Raise InvalidValue for a hub dataset of JSON files in which texts became times."""
+    if rows.info.builder_name != "json":
         return
-    base = str(Path(directory).resolve())
-    try:
-        found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base)
-    except (EmptyDatasetError, FileNotFoundError):
-        return  # the loader reports it
-    names = [str(file).removesuffix(".gz") for files in found.values() for file in files]
-    counts = Counter(Path(name).suffix for name in names if loader_of(name))
-    types = {"tsv" if ending == ".tsv" else loader_of(f"a{ending}") for ending in counts}
-    shown = ", ".join(f"{number} {ending}" for ending, number in counts.most_common())
-    patterns = ",".join(f"{directory.rstrip('/')}/*{ending}" for ending in counts)
+    times = [
+        column
+        for column, kind in zip(rows.column_names, rows.data.schema.types, strict=True)
+        if has_times(kind)
+    ]
     require(
-        len(types) < 2,
+        not times,
         setting,
-        directory,
-        rule=f"the directory has files of several types ({shown}), and only one can be loaded",
-        fix=f"Name the files of each type, such as {patterns}, or move the others away.",
+        name,
+        rule=f"the loader of hub datasets reads texts of the columns {times} as times",
+        fix=f"Download it (hf download {name} --repo-type dataset --local-dir DIR), and give DIR.",
     )
 
 
-def _json_files(source: Source, config: DataConfig) -> Sequence[str]:
-    """Return the local JSON files from which the rows of a source come."""
-    import datasets
+def _load_files(files: Sequence[str], setting: str) -> Any:
+    """Return the rows of files of one type. Empty files are skipped, with a warning."""
+    filled = [file for file in files if Path(file).stat().st_size > 0]
+    require(
+        len(filled) > 0,
+        setting,
+        files[0] if len(files) == 1 else list(files),
+        rule="is an empty file",
+        fix="Fill it.",
+    )
+    loader = loader_of(files[0])
+    assert loader is not None
+    if len(filled) < len(files):
+        empty = next(file for file in files if file not in filled)
+        logger.warning("%d empty files are skipped (first: %s).", len(files) - len(filled), empty)
+    return (load_texts if loader in READERS else load_tables)(filled, loader, setting)
 
-    if source.kind == "directory":
-        builder = datasets.load_dataset_builder(source.text, config.subset)
-        found = builder.config.data_files or {}
-        names = dict.fromkeys(SPLIT_NAME.findall(config.split))
-        files = [file for name in names for file in found.get(name, ())]
-        return [file for file in files if loader_of(file) == "json" and Path(file).is_file()]
-    return source.files if source.loader == "json" else ()
 
-
-def _of_splits(splits: Any, text: str, setting: str, path: str) -> Any:
+def _of_splits(splits: Mapping[str, Load], text: str, setting: str, path: str) -> Any:
     """Return the rows of a split, of parts of it, or of several.
 
     Raises:
         InvalidValue: The data does not have the split, or a part has no rows.
     """
-    import datasets
-
-    if text in splits:
-        return splits[text]
-    instruction = _instruction(text, setting)
+    instruction = None if text in splits else _instruction(text, setting)
+    names = [text] if instruction is None else list(dict.fromkeys(SPLIT_NAME.findall(text)))
     require(
-        all(name in splits for name in SPLIT_NAME.findall(text)),
+        all(name in splits for name in names),
         setting,
         text,
         rule=f"is not a split of {path!r}, which has {', '.join(splits)}",
         fix="Use one of them.",
     )
-    sizes = {name: len(splits[name]) for name in splits}
+    loaded = {name: splits[name]() for name in names}
+    if instruction is None:
+        return loaded[text]
+    sizes = {name: len(rows) for name, rows in loaded.items()}
     try:
         parts = instruction.to_absolute(sizes)
     except ValueError as error:
@@ -232,9 +222,7 @@ def _of_splits(splits: Any, text: str, setting: str, path: str) -> Any:
             f"ends before row {part.to} of {sizes[part.splitname]}",
             fix="Use a part with rows, such as train[:90%].",
         )
-    return datasets.concatenate_datasets(
-        [splits[one.splitname].select(range(one.from_, one.to)) for one in parts]
-    )
+    return joined_parts([(loaded[one.splitname], range(one.from_, one.to)) for one in parts])
 
 
 def _instruction(text: str, setting: str) -> Any:
@@ -267,71 +255,6 @@ def _check_file_split(source: Source, text: str, setting: str, file_split: str) 
 
 def _split_setting(setting: str) -> str:
     return setting.removesuffix("source") + "split"
-
-
-def _check_file(path: Path, loader: str | None, setting: str) -> None:
-    """Raise InvalidValue for an empty file, for a text that is not UTF-8, and for broken gzip."""
-    require(path.stat().st_size > 0, setting, str(path), rule="is an empty file", fix="Fill it.")
-    if loader not in COMPRESSED:
-        return
-    try:
-        _check_utf8(path, setting)
-        if loader == "json":
-            _check_objects(path, setting)
-    except (EOFError, OSError) as error:
-        raise InvalidValue(
-            setting, str(path), rule=f"cannot be read ({error})", fix="Write it anew."
-        ) from error
-
-
-def _check_utf8(path: Path, setting: str) -> None:
-    """Raise InvalidValue with the line that is not UTF-8. The loader reports it late or never."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    number, line = 0, b""
-    with opened(path) as file:
-        beginning = file.readline()
-        is_utf16 = beginning[:2] in UTF16_MARKS or b"\0" in beginning
-        file.seek(0)
-        try:
-            for number, line in enumerate(file, start=1):  # noqa: B007, used below
-                decoder.decode(line)
-            decoder.decode(b"", final=True)
-            if not is_utf16:
-                return
-            number, reason = 1, "it contains zero bytes"
-        except UnicodeDecodeError as error:
-            reason = error.reason
-    encoding = "UTF-16" if is_utf16 else "LATIN1"
-    raise InvalidValue(
-        setting,
-        str(path),
-        rule=f"is not UTF-8 text (line {number}: {reason})",
-        fix=f"Convert it, such as from {encoding} with: iconv -f {encoding} -t UTF-8 {path.name}",
-    )
-
-
-def _check_objects(path: Path, setting: str) -> None:
-    """Raise InvalidValue for a file whose first row is not a JSON object.
-
-    The loader makes a column called "text" of some of them, and crashes on others.
-    """
-    with opened(path) as file:
-        require(
-            any(line.strip(b"\xef\xbb\xbf \t\r\n") for line in file),
-            setting,
-            str(path),
-            rule="has only blank lines",
-            fix=f"Write rows into it. {FIXES['json']}",
-        )
-        file.seek(0)
-        beginning = file.read(4096)
-    require(
-        OBJECTS.match(beginning) is not None,
-        setting,
-        str(path),
-        rule='its first row is not a JSON object, such as {"prompt": "1+1="}',
-        fix=FIXES["json"],
-    )
 
 
 @contextlib.contextmanager

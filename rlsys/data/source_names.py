@@ -17,13 +17,14 @@ import glob
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from rlsys.errors import require
 
-# File name endings, and the loader of `datasets` for each. Texts may also end with ".gz".
+# File name endings, and the type of each. Texts may also end with a compression.
 LOADERS = {
     ".jsonl": "json",
     ".json": "json",
@@ -34,9 +35,13 @@ LOADERS = {
     ".arrow": "arrow",
 }
 COMPRESSED = ("json", "csv")
-ENDINGS = f"{', '.join(LOADERS)} (texts also with .gz)"
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+ENDINGS = f"{', '.join(LOADERS)} (texts also with {', '.join(COMPRESSIONS)})"
 
 WEIGHT = re.compile(r"(.+?)\s*\*\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
+
+# A directory of a partitioned table: COLUMN=VALUE.
+PARTITION = re.compile(r"[A-Za-z_]\w*=")
 
 # Maximum characters of a path, and of a name in it, on common file systems.
 MAX_PATH = 4096
@@ -127,12 +132,21 @@ def _is_pattern(part: str) -> bool:
     return glob.has_magic(part)
 
 
+def compression_of(name: str) -> str | None:
+    """Return the ending of a compression, such as ".gz", with which a name ends, or None."""
+    return next((one for one in COMPRESSIONS if name.lower().endswith(one)), None)
+
+
+def without_compression(name: str) -> str:
+    """Return a name without the ending of a compression."""
+    return name[: len(name) - len(compression_of(name) or "")]
+
+
 def loader_of(path: str) -> str | None:
-    """Return the loader of `datasets` for a file of this name, or None for an unknown type."""
+    """Return the type of a file of this name, or None for an unknown one."""
     name = Path(path).name
-    is_compressed = name.endswith(".gz")
-    loader = LOADERS.get(Path(name.removesuffix(".gz")).suffix)
-    return None if is_compressed and loader not in COMPRESSED else loader
+    loader = LOADERS.get(Path(without_compression(name)).suffix.lower())
+    return None if compression_of(name) and loader not in COMPRESSED else loader
 
 
 def _read_one(part: str, setting: str) -> Source:
@@ -220,7 +234,10 @@ def _is_float(text: str) -> bool:
 
 
 def _pattern(path: str, weight: float | None, setting: str) -> Source:
-    files = tuple(sorted(one for one in glob.glob(path, recursive=True) if os.path.isfile(one)))
+    found = sorted(glob.glob(path, recursive=True))
+    for one in found:
+        check_link(one, setting)
+    files = tuple(one for one in found if os.path.isfile(one))
     if not files:
         _check_weight(path, setting)
     require(
@@ -246,7 +263,39 @@ def _pattern(path: str, weight: float | None, setting: str) -> Source:
         rule=f"matches files of several types ({sorted(map(str, loaders))})",
         fix="Use one pattern for each type, with a comma between them.",
     )
+    check_partitions(files, path, setting)
     return Source(text=path, kind="files", weight=weight, loader=loaders.pop(), files=files)
+
+
+def check_link(path: str, setting: str) -> None:
+    """Raise InvalidValue for a symbolic link to a file that does not exist."""
+    require(
+        os.path.exists(path) or not os.path.islink(path),
+        setting,
+        path,
+        rule="is a symbolic link to a file that does not exist, so its rows would be missing",
+        fix="Restore the file, such as by another download, or remove the link.",
+    )
+
+
+def check_partitions(files: Sequence[str], root: str, setting: str) -> None:
+    """Raise InvalidValue for files in directories such as "answer=4" below `root`.
+
+    They hold the values of a column that the files lack.
+    """
+    known = Path(root).parts
+    for file in files:
+        folders = [one for one in Path(file).parent.parts if one not in known]
+        partition = next((one for one in folders if PARTITION.match(one)), None)
+        require(
+            partition is None,
+            setting,
+            file,
+            rule=f"is in the directory {partition!r} of a partitioned table, whose column would be "
+            "lost",
+            fix="Write the table as plain files, or name the files by a pattern without this "
+            "column, such as with the directory's whole name.",
+        )
 
 
 def _directory(path: str, weight: float | None) -> Source:

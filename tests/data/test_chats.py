@@ -33,6 +33,12 @@ CHAT = [
     {"role": "user", "content": "6"},
 ]
 
+# A template that ends no turn, and a reply without a text.
+UNENDED = ENDS.replace("<eos>", "").replace(
+    "m['content'] }}", "m['content'] }}{% for c in m['tool_calls'] %}{{ c['name'] }}{% endfor %}"
+)
+CALL = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]
+
 
 def source(chat: Any, template: str | None = ENDS, **options: Any) -> PromptSource:
     tokenizer = build_tokenizer()
@@ -104,6 +110,8 @@ ROW = "the recipe's data, row 0 (from 0): messages"
         (CHAT, {"max_tokens": 11}, "sampling.max_tokens", 11),
         (CHAT, {"template": None}, ROW, NOT_GIVEN),
         (CHAT, {"template": FORGETS}, ROW, NOT_GIVEN),
+        (CALL, {"template": UNENDED}, ROW, NOT_GIVEN),
+        ([{"from": "human", "value": "1"}], {}, ROW, NOT_GIVEN),
         (CHAT, {"completions": ("messages", 2)}, "flow.dataset: group_size", 2),
         (CHAT, {"data": {"chat_template": False}}, "data.chat_template", False),
     ],
@@ -118,3 +126,31 @@ def test_chats_that_cannot_be_trained_on_are_refused_at_the_start(
 def test_a_chat_of_one_reply_needs_only_a_template_that_ends_it() -> None:
     (completion,) = source(CHAT[:2], FORGETS).at(0).completions
     assert completion.text == "23<eos>"
+
+
+def test_a_call_without_a_text_needs_only_a_template_that_ends_it() -> None:
+    template = UNENDED.replace("{{ '\\n' }}", "<eos>{{ '\\n' }}")
+    (completion,) = source(CALL, template).at(0).completions
+    assert completion.text == "f<eos>"
+
+
+def test_a_template_that_thinks_by_default_names_its_option() -> None:
+    template = ENDS.replace("a:{%", "a:{% if enable_thinking is not false %}<think>{% endif %}{%")
+    with invalid(ROW) as error:
+        source(CHAT[:2], template)
+    assert "enable_thinking=false" in error.value.fix
+
+
+def test_a_reply_after_a_prompt_that_ends_with_a_reply_is_another_message() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = ENDS
+    prompt = PromptSource(
+        DataConfig(chat_template=True),
+        tokenizer,
+        seed=0,
+        max_tokens=32,
+        max_context=64,
+        rows=[{"prompt": CHAT[:2], "completion": [{"role": "assistant", "content": "5"}]}],
+        completions=("completion", 1),
+    ).at(0)
+    assert (prompt.text, prompt.completions[0].text) == ("u:1\na:23<eos>\na:", "5<eos>")

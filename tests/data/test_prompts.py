@@ -351,3 +351,18 @@ def test_a_path_that_leads_nowhere_names_where_it_ends(
     error = refused(datasets.Dataset.from_list(data) if as_dataset else data, prompt_column=path)
     assert (error.field, error.value) == ("data.prompt_column", path)
     assert end in error.rule
+
+
+@pytest.mark.parametrize(
+    ("column", "filled", "empty"),
+    [
+        ("chat_template_kwargs", {"enable_thinking": False}, {"enable_thinking": None}),
+        ("images", ["a.png"], []),
+        ("image", "a.png", None),
+    ],
+)
+def test_columns_that_would_be_ignored_are_refused(column: str, filled: Any, empty: Any) -> None:
+    data = [{"prompt": "1", column: empty}, {"prompt": "2", column: empty}]
+    assert source(data).at(0).text in "12"
+    data[1] = {"prompt": "2", column: filled}
+    assert column in refused(data).rule

@@ -209,7 +209,9 @@ def test_a_directory_of_files(tmp_path: Path) -> None:
     saved().to_parquet(str(shards / "test-00000-of-00001.parquet"))
     assert [row["prompt"] for row in loaded(shards)] == ["0", "1", "2"]
     assert loaded(shards, split="test") == ROWS
-    assert "validation" in refusal(shards, split="validation").rule
+    error = refusal(shards, split="validation")
+    assert (error.field, error.value) == ("data.split", "validation")
+    assert "test, train" in error.rule
 
 
 def test_a_directory_with_files_of_two_types_is_refused(tmp_path: Path) -> None:
@@ -243,7 +245,10 @@ def test_a_local_copy_of_a_hub_dataset(tmp_path: Path) -> None:
     (cache / "refs" / "main").write_text("0123")
     assert loaded(copy, subset="hard", split="exam") == ROWS
     assert loaded(cache, subset="easy") == ROWS[1:]
-    assert "medium" in refusal(copy, subset="medium").rule
+    error = refusal(copy, subset="medium")
+    assert (error.field, error.value) == ("data.subset", "medium")
+    assert "hard, easy" in error.rule
+    assert refusal(copy).field == "data.subset"
 
 
 def test_a_directory_without_data_is_refused(tmp_path: Path) -> None:
@@ -330,7 +335,7 @@ def test_several_sources_follow_each_other_with_the_columns_of_all(tmp_path: Pat
     assert rows.column_names == ["prompt", "answer", "level"]
     assert list(rows) == [
         *({**row, "level": None} for row in ROWS),
-        {"prompt": "3+3=", "answer": None, "level": 7},
+        {"prompt": "3+3=", "answer": None, "level": "7"},
     ]
     assert rows["answer"] == ["2", "4", None]
     assert rows[-1] == rows[2]
