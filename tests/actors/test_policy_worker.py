@@ -86,7 +86,7 @@ class Named(Engine):
 def test_an_actor_samples_turns_with_the_engine_of_their_policy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(store_writer, "StoreClient", Store)
+    monkeypatch.setattr(store_writer, "StoreClient", lambda address: Store())
     own: Any = Named()
     rival: Any = Named()
     engines = PolicyEngines(own=own, others={"rival": rival})
@@ -113,7 +113,7 @@ def test_the_counters_of_a_shared_engine_are_reported_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whichever policy collects, they are those of the actor."""
-    monkeypatch.setattr(store_writer, "StoreClient", Store)
+    monkeypatch.setattr(store_writer, "StoreClient", lambda address: Store())
     shown: list[str] = []
     gauges: Any = SimpleNamespace(set=lambda name, value: shown.append(name))
     own: Any = Named()
