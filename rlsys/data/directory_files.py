@@ -193,7 +193,7 @@ def _split_of(name: str, path: str, setting: str) -> str | None:
     if shard := SHARD.fullmatch(name):
         return shard[1]
     folder, _, last = name.rpartition("/")
-    splits = _splits_in(folder) or _splits_in(without_compression(last))
+    splits = _splits_in(folder) | _splits_in(without_compression(last))
     require(
         len(splits) < 2,
         setting,

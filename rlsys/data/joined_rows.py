@@ -32,9 +32,11 @@ class JoinedRows(Sequence[dict[str, Any]]):
         return self._ends[-1]
 
     def __getitem__(self, key: Any) -> Any:
-        """Return the row with a number, or the values of a column."""
+        """Return the row with a number, the rows of a slice, or the values of a column."""
         if isinstance(key, str):
             return list(self._column(key))
+        if isinstance(key, slice):
+            return [self[number] for number in range(*key.indices(len(self)))]
         number = range(len(self))[key]
         part = bisect.bisect_right(self._ends, number)
         return self._filled(self._parts[part][number - self._ends[part]])  # counted from its end

@@ -2,7 +2,8 @@
 
 In: a file with one object per line, with a list of objects, or with objects one after another. Out:
 one dictionary per row. No value changes its type: texts that look like numbers or dates stay texts,
-integers keep all digits, and nested objects have the keys that the file gives them.
+integers keep all digits, and nested objects have the keys that the file gives them. Other numbers
+are floats of 64 bits.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def _no_constant(name: str) -> Any:
 def _number(text: str) -> float:
     if abs(value := float(text)) == float("inf"):
         raise _NoJson(f"the number {text} is too large for a float")
+    if value == 0 and re.match("[-0.]*[1-9]", text):
+        raise _NoJson(f"the number {text} is too small for a float")
     return value
 
 

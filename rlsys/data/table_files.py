@@ -10,7 +10,7 @@ import glob
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlsys.data.text_rows import cache_directory, fingerprint
+from rlsys.data.text_rows import cache_directory, fingerprint, writing_cache
 from rlsys.errors import InvalidValue, require
 
 FIX_TABLE = "Check the file, or write it anew, such as with pandas.DataFrame.to_parquet."
@@ -47,12 +47,13 @@ def load_tables(files: Sequence[str], loader: str, setting: str) -> Any:
 def _load(files: Sequence[str], loader: str) -> Any:
     import datasets
 
-    return datasets.load_dataset(
-        loader,
-        data_files=[glob.escape(file) for file in files],
-        split="train",
-        cache_dir=str(cache_directory() / fingerprint(files, loader)),
-    )
+    with writing_cache():  # the files have been opened by now
+        return datasets.load_dataset(
+            loader,
+            data_files=[glob.escape(file) for file in files],
+            split="train",
+            cache_dir=str(cache_directory() / fingerprint(files, loader)),
+        )
 
 
 def _opened(read: Callable[[str], tuple[Any, int]], file: str, setting: str) -> tuple[Any, int]:

@@ -3,11 +3,12 @@
     files ─► rows (json_rows.py, csv_rows.py) ─► CACHE/rlsys/FINGERPRINT.arrow ─► rows on access
 
 The values of JSON files are stored as JSON texts and decoded on access, so that each one keeps its
-type and all its digits.
+type. FINGERPRINT.sum has the checksum of the table, so that a damaged one is made anew.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -16,6 +17,8 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from rlsys.data.csv_rows import csv_rows
 from rlsys.data.json_rows import json_rows
@@ -29,6 +32,7 @@ READERS: dict[str, Callable[[Path, str], Iterator[dict[str, Any]]]] = {
 
 FORMAT = 1  # of the cached tables
 BATCH_ROWS = 1000
+CHECKSUM_BYTES = 2**22
 
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 _encode_ascii = json.JSONEncoder(allow_nan=False).encode  # also surrogates without a partner
@@ -57,6 +61,40 @@ def fingerprint(files: Sequence[str], kind: str) -> str:
     return digest.hexdigest()
 
 
+@contextlib.contextmanager
+def writing_cache() -> Iterator[None]:
+    """Raise InvalidValue about the cache for an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidValue(
+            "HF_DATASETS_CACHE",
+            str(cache_directory().parent),
+            rule=f"tables of the data cannot be written there ({' '.join(str(error).split())})",
+            fix="Free space, or set the variable to a directory that can be written.",
+        ) from error
+
+
+def _checksum_file(path: Path) -> Path:
+    return path.with_suffix(".sum")
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(CHECKSUM_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether a table exists and has the bytes that were written."""
+    try:
+        return _checksum_file(path).read_text() == _checksum(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def load_texts(files: Sequence[str], loader: str, setting: str) -> Any:
     """Return the rows of files: JsonRows, or a `datasets.Dataset` of texts for CSV.
 
@@ -72,9 +110,11 @@ def load_texts(files: Sequence[str], loader: str, setting: str) -> Any:
 
     before = fingerprint(files, loader)
     path = cache_directory() / f"{before}.arrow"
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+    if not _is_whole(path):
+        with writing_cache():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = tempfile.TemporaryDirectory(dir=path.parent)
+        with temporary as directory:
             made = Path(directory, path.name)
             _write_table(files, loader, setting, made)
             require(
@@ -84,7 +124,10 @@ def load_texts(files: Sequence[str], loader: str, setting: str) -> Any:
                 rule="has changed while it was read",
                 fix="Start again when it is complete.",
             )
-            made.replace(path)
+            with writing_cache():
+                _checksum_file(made).write_text(_checksum(made))
+                made.replace(path)
+                _checksum_file(made).replace(_checksum_file(path))
     table = datasets.Dataset.from_file(str(path))
     return JsonRows(table) if loader == "json" else table
 
@@ -108,13 +151,19 @@ def _write_table(files: Sequence[str], loader: str, setting: str, path: Path) ->
     )
     schema = pyarrow.schema([(name, pyarrow.large_string()) for name in columns])
     rows = itertools.chain.from_iterable(READERS[loader](Path(file), setting) for file in files)
-    with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, schema) as writer:
+    with contextlib.ExitStack() as table:
+        with writing_cache():
+            sink = table.enter_context(pyarrow.OSFile(str(path), "wb"))
+            writer = table.enter_context(pyarrow.ipc.new_stream(sink, schema))
         while batch := list(itertools.islice(rows, BATCH_ROWS)):
             cells = [[row.get(name) for row in batch] for name in columns]
             if loader == "json":
                 cells = [_json_texts(one) for one in cells]
             arrays = [pyarrow.array(one, pyarrow.large_string()) for one in cells]
-            writer.write_batch(pyarrow.record_batch(arrays, schema))
+            with writing_cache():
+                writer.write_batch(pyarrow.record_batch(arrays, schema))
+        with writing_cache():
+            table.close()
 
 
 def _check_columns(columns: list[str], found: list[str], file: str, setting: str) -> None:
@@ -149,9 +198,11 @@ class JsonRows(Sequence[dict[str, Any]]):
         return len(self.table)
 
     def __getitem__(self, key: Any) -> Any:
-        """Return the row with a number, or the values of a column."""
+        """Return the row with a number, the rows of a slice, or the values of a column."""
         if isinstance(key, str):
             return JsonValues(self.table[key])
+        if isinstance(key, slice):
+            return [self[number] for number in range(*key.indices(len(self)))]
         return _decoded(self.table[key])
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -178,7 +229,9 @@ class JsonValues(Sequence[Any]):
         return len(self._texts)
 
     def __getitem__(self, number: Any) -> Any:
-        """Return the value of the row with a number."""
+        """Return the value of the row with a number, or those of a slice."""
+        if isinstance(number, slice):
+            return [_value(text) for text in self._texts[number]]
         return _value(self._texts[number])
 
     def __iter__(self) -> Iterator[Any]:

@@ -115,10 +115,16 @@ def test_names_with_and_without_a_split_are_refused(directory: Path) -> None:
     assert "test, train" in refusal(directory).rule
 
 
+def test_a_file_with_the_split_of_another_directory_is_refused(directory: Path) -> None:
+    write(directory / "training" / "train.jsonl", 1)
+    write(directory / "training" / "test.jsonl", 2)
+    assert refusal(directory).value == str(directory / "training" / "test.jsonl")
+
+
 def test_splits_of_shards_and_of_directories(directory: Path) -> None:
     write_table(directory / "data" / "exam-00000-of-00001.parquet", "1")
     write_table(directory / "data" / "train-00000-of-00001.parquet", "2")
-    write_table(directory / "dev" / "test.parquet", "3")
+    write_table(directory / "dev" / "part.parquet", "3")
     found = {split: answers(directory, split=split) for split in ("exam", "train", "validation")}
     assert found == {"exam": ["1"], "train": ["2"], "validation": ["3"]}
 

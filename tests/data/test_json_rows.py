@@ -198,3 +198,63 @@ VALUES = st.recursive(
 @given(answers=st.lists(VALUES, min_size=1, max_size=3))
 def test_all_values_are_read_as_written(tmp_path: Path, answers: list[Any]) -> None:
     unchanged(tmp_path / "a.jsonl", [{"answer": answer} for answer in answers])
+
+
+@pytest.mark.parametrize("damage", ["empty", "half", "byte", "no checksum"])
+def test_a_damaged_table_of_the_cache_is_made_anew(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(lines([{"prompt": f"{number}"} for number in range(2500)]))
+    rows = load(path)
+    (table,) = (tmp_path / "cache" / "rlsys").glob("*.arrow")
+    whole = table.read_bytes()
+    if damage == "no checksum":
+        table.with_suffix(".sum").unlink()
+    else:
+        middle = len(whole) // 2
+        flipped = whole[:middle] + bytes([whole[middle] ^ 255]) + whole[middle + 1 :]
+        new = tmp_path / "damaged"  # the table is mapped by the rows above
+        new.write_bytes({"empty": b"", "half": whole[:middle], "byte": flipped}[damage])
+        new.replace(table)
+    assert load(path) == rows
+    assert table.read_bytes() == whole
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet"])
+def test_a_cache_that_cannot_be_written_is_not_a_fault_of_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    import datasets
+
+    path = tmp_path / name
+    datasets.Dataset.from_dict({"prompt": ["1+1="]}).to_parquet(str(path))
+    if name != "a.parquet":
+        path.write_text('{"prompt": "1+1="}\n' if name == "a.jsonl" else "prompt\n1+1=\n")
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file where the cache should be")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", blocked)
+    with invalid("HF_DATASETS_CACHE", str(blocked)):
+        load(path)
+
+
+@pytest.mark.parametrize("text", ["1e-400", "-0.001e-399", "1e400"])
+def test_a_number_that_no_float_holds_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"prompt": "1", "x": {text}}}\n')
+    assert text in refused(path)
+
+
+def test_zeros_and_rounded_floats_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": [0.0, -0.0, 0e5, 1.10, 5e-324, 3.14159265358979323846]}\n')
+    assert load(path) == [{"a": [0.0, -0.0, 0.0, 1.1, 5e-324, 3.141592653589793]}]
+
+
+def test_slices_of_rows_and_of_columns(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(lines([{"a": number} for number in range(4)]))
+    rows: Any = load_rows(DataConfig(source=str(path)))
+    assert rows[1:3] == [{"a": 1}, {"a": 2}]
+    assert rows[::-2] == [{"a": 3}, {"a": 1}]
+    assert rows["a"][-2:] == [2, 3]
+    both: Any = load_rows(DataConfig(source=f"{path},{path}"))
+    assert both[3:5] == [{"a": 3}, {"a": 0}]

@@ -23,7 +23,7 @@ import torch
 from tinker import types
 
 from actors.tinker_server.http_server import HttpServer
-from rlsys.tinker_server import server_checkpoints
+from rlsys.tinker_server import checkpoint_lifetimes
 from rlsys.tinker_server.api_errors import PartDied
 from rlsys.tinker_server.http_app import Api
 from rlsys.tinker_server.server_checkpoints import ServerCheckpoints
@@ -358,7 +358,7 @@ def test_a_full_disk_is_raised_at_once_and_harms_no_checkpoint(server: Served) -
         client.save_state("more").result(LIMIT_S)
     assert raised.value.category is types.RequestErrorCategory.Server
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_checkpoints, "write_atomically", _raises(full))
+        patch.setattr(checkpoint_lifetimes, "write_atomically", _raises(full))
         patch.setattr(os, "link", _raises(full))
         patch.setattr(shutil, "copy2", _raises(full))
         for call in (
