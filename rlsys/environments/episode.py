@@ -10,6 +10,7 @@ The sampler is the only I/O. Times are read from the clock of the running event 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,7 @@ from rlsys.environments.token_budget import (
     UsedUp,
 )
 from rlsys.environments.tokens.codec import Codec
-from rlsys.environments.tokens.conversation import Conversation, Path
+from rlsys.environments.tokens.conversation import Conversation, Path, TextTooLong
 from rlsys.environments.tokens.text_prompts import TextPrompt, TextPrompts, before_stop
 from rlsys.environments.tokens.token_tree import Trajectory, joined, without_tokens
 from rlsys.errors import InvalidValue, require
@@ -124,6 +125,23 @@ class _Prompt:
         return self.known
 
 
+@dataclass(frozen=True, eq=False)
+class _Reply:
+    """A sampled reply that is not part of its conversation yet."""
+
+    budget: TokenBudget
+    generation: Generation
+
+    @property
+    def is_cut(self) -> bool:
+        return self.generation.finish_reason is FinishReason.LENGTH
+
+    @property
+    def uses_up_tokens(self) -> bool:
+        """Return whether it was cut at the end of the episode's tokens or of the context."""
+        return self.is_cut and self.budget.requested == self.budget.available
+
+
 @dataclass(frozen=True, kw_only=True)
 class Played:
     """Outcome of an episode."""
@@ -154,7 +172,6 @@ class Episode:
     base: SamplingParams
     seed: int
     partners: Mapping[int, Partner] = field(default_factory=dict)
-    is_over: bool = False
     is_truncated: bool = False
     is_out_of_branches: bool = False  # a prompt needed more than MAX_BRANCHES
     failure: Exception | None = None  # the episode has no reward, whatever its function returns
@@ -195,6 +212,12 @@ class Episode:
         self._raw: Conversation | None = None  # of prompts without a chat template
         self._texts: TextPrompts | None = None
         self._num_requests = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether tokens, branches or turns are used up. Running calls have their turns."""
+        has_turns = self._policy.budget.has_turns
+        return self.is_truncated or self.is_out_of_branches or not has_turns
 
     # Called for the environment
 
@@ -267,6 +290,9 @@ class Episode:
             codec = self.codec.without_template
             self._raw = Conversation(codec, max_tokens=self.limits.max_context)
         raw = self._raw
+        for prompt in prompts:  # before anything is sampled
+            with contextlib.suppress(TextTooLong):  # raised again where tokens are reserved
+                prompt.token_ids  # noqa: B018
         asked = [_Prompt(raw, functools.partial(_path_of_text, raw, prompt)) for prompt in prompts]
         repeated = [one for one in asked for _ in range(num)]
         turns = await self._sample_turns(self._policy, repeated, max_tokens, stop, structure)
@@ -285,52 +311,11 @@ class Episode:
         stop: tuple[str, ...],
         structure: str,
     ) -> list[Turn | None]:
-        """Sample a reply to each prompt. See `replies`."""
-        turns: list[Turn | None] = [None] * len(prompts)
-        ends: list[EpisodeOver] = []
+        """Sample a reply to each prompt. See `replies`.
 
-        async def sample(number: int) -> None:
-            try:
-                turns[number] = await self._sample_turn(
-                    side, prompts[number], max_tokens, stop, structure
-                )
-            except EpisodeOver as over:
-                ends.append(over)
-
-        self._take_turns(side, len(prompts))
-        try:
-            await _side_by_side([sample(number) for number in range(len(prompts))])
-        finally:
-            side.budget.return_turns(turns.count(None))
-        if len(ends) == len(prompts):
-            raise ends[0]
-        return turns
-
-    def _take_turns(self, side: _Side, num: int) -> None:
-        # A frozen model may still reply after the last trained turn.
-        if self.is_truncated if side.is_frozen else self.is_over:
-            raise EpisodeOver(AFTER_DONE)
-        left = side.budget.num_turns_left
-        require(
-            num == 1 or not 0 < left < num,
-            "n",
-            rule=f"the request has {num} answers, and max_turns leaves {left} in this episode",
-            fix="Request fewer answers.",
-        )
-        try:
-            side.budget.take_turns(num)
-        except NoRoom:
-            self.is_over = True
-            raise EpisodeOver(AFTER_DONE) from None
-
-    async def _sample_turn(
-        self,
-        side: _Side,
-        prompt: _Prompt,
-        max_tokens: int | None,
-        stop: tuple[str, ...],
-        structure: str,
-    ) -> Turn:
+        The replies become part of the episode together, once all have ended. If the call is
+        cancelled or raises an error, none does.
+        """
         require(
             max_tokens is None or max_tokens >= 1,
             "max_tokens",
@@ -338,50 +323,91 @@ class Episode:
             rule="must be at least 1",
             fix="Leave it out for the rest of the episode's tokens.",
         )
-        conversation = prompt.conversation
-        budget = await self._reserve(side, prompt, max_tokens)
-        path = budget.path
-        generation: Generation | None = None
-        try:
-            generation = await self._sample(
-                side, self._request(path, budget.requested, stop, structure)
-            )
-        finally:
-            side.budget.release(budget, has_reply=generation is not None)
-        is_cut = generation.finish_reason is FinishReason.LENGTH
-        message = conversation.reply(path, generation)
-        self.is_truncated |= is_cut and budget.requested == budget.available
-        self.is_over |= self.is_truncated or not side.budget.has_turns
-        turn = Turn(
-            seat=path.seat,
-            is_frozen=side.is_frozen,
-            conversation=conversation,
-            message=message,
-            text=str(message.get("content") or ""),
-            is_truncated=is_cut,
-            token_ids=generation.token_ids.tolist(),
-            logprobs=generation.sampler_logprobs.tolist(),
-            prompt_token_ids=path.token_ids,
-            policy_version=int(generation.policy_versions.max(initial=-1)),
-        )
-        self.turns.append(turn)
-        return turn
+        turns: list[Turn | None] = [None] * len(prompts)
+        replies: dict[int, _Reply] = {}  # by number of the prompt, in the order of their ends
+        kept: list[TokenBudget] = []  # of the replies
+        ends: list[NoRoom] = []
 
-    async def _reserve(self, side: _Side, prompt: _Prompt, max_tokens: int | None) -> TokenBudget:
+        async def sample(number: int) -> None:
+            try:
+                budget = await self._reserve(side, prompts[number], max_tokens, kept)
+                generation = await self._sample(side, budget, stop, structure)
+                side.budget.keep(budget, len(generation.token_ids), kept)
+                kept.append(budget)
+                replies[number] = _Reply(budget, generation)
+            except NoRoom as end:
+                ends.append(end)
+            if len(replies) + len(ends) == len(prompts):
+                self._add(side, replies, ends, turns)
+
+        self._take_turns(side, len(prompts))
+        try:
+            await _side_by_side([sample(number) for number in range(len(prompts))])
+        finally:
+            if turns.count(None) == len(turns):
+                side.budget.settle(kept, are_added=False)
+            side.budget.return_turns(turns.count(None))
+        if len(ends) == len(prompts):
+            raise EpisodeOver(str(ends[0]))
+        return turns
+
+    def _add(
+        self,
+        side: _Side,
+        replies: Mapping[int, _Reply],
+        ends: Sequence[NoRoom],
+        turns: list[Turn | None],
+    ) -> None:
+        """Add the replies to a request to the episode and put their turns into `turns`."""
+        for end in ends:
+            self.is_truncated |= end.used_up is UsedUp.TOKENS
+            self.is_out_of_branches |= end.used_up is UsedUp.BRANCHES
+        for number, reply in replies.items():
+            self.is_truncated |= reply.uses_up_tokens
+            turns[number] = turn = _turn_of(reply, is_frozen=side.is_frozen)
+            self.turns.append(turn)
+        if replies:
+            budgets = [reply.budget for reply in replies.values()]
+            side.budget.settle(budgets, are_added=True)
+
+    def _take_turns(self, side: _Side, num: int) -> None:
+        # A frozen model may still reply after the last trained turn.
+        if self.is_truncated if side.is_frozen else self.is_over:
+            raise EpisodeOver(AFTER_DONE)
+        left = side.budget.num_turns_left
+        require(
+            num <= left,
+            "n",
+            rule=f"the request has {num} answers, and max_turns leaves {left} in this episode",
+            fix="Request fewer answers.",
+        )
+        side.budget.take_turns(num)
+
+    async def _reserve(
+        self,
+        side: _Side,
+        prompt: _Prompt,
+        max_tokens: int | None,
+        siblings: Sequence[TokenBudget],
+    ) -> TokenBudget:
         """Reserve the tokens of a reply.
 
-        Raises EpisodeOver if a budget is used up and EpisodeFailed if the first prompt is too long.
+        Raises NoRoom if a budget is used up and EpisodeFailed if the first prompt is too long.
         """
 
         def checked_prompt() -> Path:
             # The turn of this call is taken, so turns are not used up.
-            if self.is_truncated or (self.is_out_of_branches and not side.is_frozen):
-                raise EpisodeOver(AFTER_DONE)
+            if self.is_truncated:
+                raise NoRoom(UsedUp.TOKENS)
+            if self.is_out_of_branches and not side.is_frozen:
+                raise NoRoom(UsedUp.BRANCHES)
             return prompt.path()
 
         name = self.environment.name
         try:
-            return await side.budget.reserve(prompt.conversation, checked_prompt, max_tokens)
+            return await side.budget.reserve(
+                prompt.conversation, checked_prompt, max_tokens, siblings
+            )
         except NoRoom as error:
             if error.used_up is UsedUp.BRANCHES and not self.environment.is_agent:
                 self.failure = EpisodeFailed(
@@ -389,10 +415,7 @@ class Episode:
                     f"{MAX_BRANCHES} are possible. Fork less often, or only append to messages."
                 )
                 raise self.failure from None
-            self.is_over = True
-            self.is_truncated |= error.used_up is UsedUp.TOKENS
-            self.is_out_of_branches |= error.used_up is UsedUp.BRANCHES
-            raise EpisodeOver(str(error)) from None
+            raise
         except FirstTooLong as error:
             seat = "a frozen model's seat of " if side.is_frozen else ""
             self.failure = EpisodeFailed(f"{seat}environment {name!r}: {error}")
@@ -529,15 +552,39 @@ class Episode:
             priority=min(turn, 1),  # the prefix of later turns is in the KV cache
         )
 
-    async def _sample(self, side: _Side, request: GenerationRequest) -> Generation:
+    async def _sample(
+        self, side: _Side, budget: TokenBudget, stop: tuple[str, ...], structure: str
+    ) -> Generation:
+        """Sample a reply within its budget. Without a reply, the budget is released."""
         self.clock.pause()
         try:
+            request = self._request(budget.path, budget.requested, stop, structure)
             return await side.sampler.sample(request)
-        except Exception as error:
-            self.failure = self.failure or error
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self.failure = self.failure or error
+            side.budget.release(budget)
             raise
         finally:
             self.clock.resume()
+
+
+def _turn_of(reply: _Reply, *, is_frozen: bool) -> Turn:
+    """Add a reply to its conversation and return its turn."""
+    budget, generation = reply.budget, reply.generation
+    message = budget.conversation.reply(budget.path, generation)
+    return Turn(
+        seat=budget.path.seat,
+        is_frozen=is_frozen,
+        conversation=budget.conversation,
+        message=message,
+        text=str(message.get("content") or ""),
+        is_truncated=reply.is_cut,
+        token_ids=generation.token_ids.tolist(),
+        logprobs=generation.sampler_logprobs.tolist(),
+        prompt_token_ids=budget.path.token_ids,
+        policy_version=int(generation.policy_versions.max(initial=-1)),
+    )
 
 
 def _path_of_text(conversation: Conversation, prompt: TextPrompt) -> Path:

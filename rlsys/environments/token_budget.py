@@ -1,22 +1,25 @@
 """Token, turn and branch budget of an episode whose calls run concurrently.
 
-    prompt ──► reserve ──► (an engine samples) ──► release
+    prompt ──► reserve ──► (an engine samples) ──► keep ──► settle, once per request
                  │ waits while running calls hold tokens that they may not need
+                 └───────── (no reply) ──────────► release
 
 The store reserves a fixed number of tokens and branches for a rollout. So all tokens after the
 first prompt, over all branches, share one limit. A call reserves the tokens that it asks for until
-it ends; then the unused ones are free for other calls.
+it ends; then the unused ones are free for other calls. The replies to one request are added to
+their conversation together. Until then each one keeps the tokens that it needs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from rlsys.common.async_condition import AsyncCondition
 from rlsys.environments.tokens.conversation import Conversation, Path, TextTooLong
+from rlsys.environments.tokens.token_tree import TreePlace, num_shared
 from rlsys.types import MAX_BRANCHES
 
 
@@ -79,12 +82,12 @@ class EpisodeBudget:
     ) -> None:
         self._limits = limits
         self._max_branches = max_branches
-        self._num_sampling = 0  # running calls, each of which may begin a branch
+        self._running: dict[TokenBudget, int] = {}  # calls, with the tokens that they may add
+        self._kept: dict[TokenBudget, int] = {}  # replies not added yet, with their tokens
         self._max_turns = max_turns
         self._turn_tokens = turn_tokens
         self._conversations: list[Conversation] = []  # in the order of their first replies
         self._first: TokenBudget | None = None  # tokens of its prompt are not counted
-        self._num_held = 0  # tokens that running calls may still add
         self._num_calls = 0  # whose turn is taken: waiting, running, or ended with a reply
         self._changed = AsyncCondition()
 
@@ -112,12 +115,25 @@ class EpisodeBudget:
         self._num_calls -= num
 
     async def reserve(
-        self, conversation: Conversation, prompt: Callable[[], Path], max_tokens: int | None
+        self,
+        conversation: Conversation,
+        prompt: Callable[[], Path],
+        max_tokens: int | None,
+        siblings: Sequence[TokenBudget] = (),
     ) -> TokenBudget:
-        """Reserve tokens for a reply, whose turn is taken. The caller must `release` them.
+        """Reserve tokens for a reply, whose turn is taken. The caller must `release` or `keep` it.
 
-        `prompt` is called again whenever other calls have ended in the meantime, since it may share
-        their tokens. Raises NoRoom, FirstTooLong and the errors of `prompt`.
+        Args:
+            conversation: The conversation of the prompt.
+            prompt: Returns the path. It is called again whenever other calls have ended in the
+                meantime, since it may share their tokens.
+            max_tokens: Limit of the reply; None for the rest of the episode's tokens.
+            siblings: Kept budgets of the same request. The caller may append to it meanwhile.
+
+        Raises:
+            NoRoom: Tokens, context or branches are used up.
+            FirstTooLong: The first prompt is above the limit.
+            Exception: An error of `prompt`.
         """
         limits = self._limits
         while True:
@@ -129,16 +145,16 @@ class EpisodeBudget:
             upper = (context, self._turn_tokens, max_tokens)
             requested = min(limit for limit in upper if limit is not None)
             is_first = self._is_first(conversation, path)
-            num_new = 0 if is_first else len(path.token_ids) - path.num_reused
+            num_new = 0 if is_first else _num_new(conversation, path, siblings)
             left = limits.max_tokens - self._num_stored - self._num_held - num_new
-            has_begun = bool(self._conversations) or is_first
-            has_branch = self._has_branch(path)
-            if not (has_branch or self._num_sampling):
+            has_begun = bool(self._conversations or siblings) or is_first
+            has_branch = self._has_branch(conversation, path)
+            if not (has_branch or self._running):
                 raise NoRoom(
                     UsedUp.BRANCHES,
                     f"a rollout has at most {self._max_branches}, and this prompt needs another",
                 )
-            if has_branch and ((has_begun and left >= requested) or not self._num_held):
+            if has_branch and has_begun and (left >= requested or not self._running):
                 break
             await self._changed.next()
         available = min(left, context)
@@ -155,31 +171,57 @@ class EpisodeBudget:
         )
         if is_first:
             self._first = budget
-        self._num_held += budget.requested + num_new
-        self._num_sampling += 1
+        self._running[budget] = budget.requested + num_new
         return budget
 
-    def release(self, budget: TokenBudget, *, has_reply: bool) -> None:
-        """Return the unused tokens of a call that has ended.
-
-        The caller adds a reply to the conversation before it yields to other calls.
-        """
-        self._num_held -= budget.requested + budget.num_new
-        self._num_sampling -= 1
-        if has_reply and budget.conversation not in self._conversations:
-            self._conversations.append(budget.conversation)
+    def release(self, budget: TokenBudget) -> None:
+        """Return the tokens of a call that has ended without a reply."""
+        del self._running[budget]
         self._changed.notify()
 
-    def _has_branch(self, path: Path) -> bool:
+    def keep(self, budget: TokenBudget, num_tokens: int, siblings: Sequence[TokenBudget]) -> None:
+        """Return the unused tokens of a call that has ended with a reply of `num_tokens`.
+
+        `siblings` are the kept budgets of the same request. The caller must `settle` all of them.
+        """
+        del self._running[budget]
+        num_new = min(budget.num_new, _num_new(budget.conversation, budget.path, siblings))
+        self._kept[budget] = num_tokens + num_new
+        self._changed.notify()
+
+    def settle(self, budgets: Sequence[TokenBudget], *, are_added: bool) -> None:
+        """Return the tokens of the replies of a request, which are added or discarded.
+
+        The caller adds replies to their conversations before it yields to other calls.
+        """
+        for budget in budgets:
+            del self._kept[budget]
+            if are_added and budget.conversation not in self._conversations:
+                self._conversations.append(budget.conversation)
+        self._changed.notify()
+
+    @property
+    def _num_held(self) -> int:
+        """Number of tokens that running calls and kept replies may still add."""
+        return sum(self._running.values()) + sum(self._kept.values())
+
+    def _has_branch(self, conversation: Conversation, path: Path) -> bool:
         """Return whether the limit of branches holds, however the running calls end.
 
         If two calls continue the same branch, one of them begins a new one.
         """
         if self._max_branches is None:
             return True
-        num_branches = sum(one.num_branches for one in self._conversations) + self._num_sampling
-        if self._num_sampling or path.begins_branch:
-            num_branches += 1
+        num_branches = sum(one.num_branches for one in self._conversations) + len(self._running)
+        ends: set[tuple[Conversation, TreePlace]] = set()  # that kept replies continue
+        for kept in self._kept:
+            own = kept.conversation
+            end = own.placed(kept.path).continued
+            num_branches += end is None or (own, end) in ends
+            if end is not None:
+                ends.add((own, end))
+        end = path.continued
+        num_branches += bool(self._running) or end is None or (conversation, end) in ends
         return num_branches <= self._max_branches
 
     def _is_first(self, conversation: Conversation, path: Path) -> bool:
@@ -190,7 +232,7 @@ class EpisodeBudget:
         first = self._first
         if self._conversations:
             return False
-        if first is None or not self._num_held:
+        if first is None or not (self._running or self._kept):
             return True
         return conversation is first.conversation and (path.seat, path.token_ids) == (
             first.path.seat,
@@ -199,7 +241,7 @@ class EpisodeBudget:
 
     def _too_long(self, error: TextTooLong) -> Exception:
         """Return the error about a text that exceeds the context by itself."""
-        if not self._conversations and not self._num_held:
+        if not (self._conversations or self._running or self._kept):
             return self._first_too_long(str(error))
         return NoRoom(
             UsedUp.TOKENS,
@@ -222,3 +264,15 @@ class EpisodeBudget:
         assert self._first is not None
         num_tokens = sum(one.num_tokens for one in self._conversations)
         return num_tokens - len(self._first.path.token_ids)
+
+
+def _num_new(conversation: Conversation, path: Path, siblings: Sequence[TokenBudget]) -> int:
+    """Return the number of tokens that a path adds to its conversation and to its siblings."""
+    num_shared_with = [
+        len(path.token_ids)
+        if path.token_ids is one.path.token_ids
+        else num_shared(path.token_ids, one.path.token_ids)
+        for one in siblings
+        if one.conversation is conversation and one.path.seat == path.seat
+    ]
+    return len(path.token_ids) - max([path.num_reused, *num_shared_with])

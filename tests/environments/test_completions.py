@@ -10,15 +10,18 @@ import openai
 import pytest
 
 import rlsys
+from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.environments.environment import Environment
 from rlsys.environments.episode_host import Ended
 from rlsys.environments.token_budget import EpisodeLimits
 from rlsys.environments.tokens.codec import Codec
 from rlsys.environments.tokens.text_prompts import TextPrompt, TextPrompts
 from tests.environments.asking import asking, client, play
-from tests.environments.playing import played, request
+from tests.environments.playing import Scripted, played, request
 from tests.environments.templates import tokenizer
 from tests.environments.test_endpoint import assert_sampled_once, trajectory_of
+from tests.environments.test_room import CODEC, episode
+from tests.errors import invalid
 
 
 def ids(text: str) -> list[int]:
@@ -252,3 +255,17 @@ def test_waiting_calls_render_their_prompt_once() -> None:
     ended = play_on(hosts, mine, limits)
     assert_sampled_once(ended, hosts[0])
     assert sorted(rendered) == [f"{number}?" for number in range(8)]
+
+
+def test_no_prompt_is_sampled_if_one_is_invalid() -> None:
+    """The episode's tokenizer has no token for the character of the second prompt."""
+
+    async def run() -> None:
+        sampler = Scripted(CODEC, lambda text: "1")
+        one = episode(sampler, max_turns=2)
+        with invalid("prompt"):
+            await one.complete([one.text_prompt("?"), one.text_prompt("x")])
+        assert not sampler.asked
+        assert len(await one.complete([one.text_prompt("?"), one.text_prompt("1")])) == 2
+
+    run_in_virtual_time(run())

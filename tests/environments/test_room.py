@@ -6,12 +6,13 @@ import asyncio
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.environments.environment import Environment
-from rlsys.environments.episode import Episode, EpisodeOver
+from rlsys.environments.episode import Episode, EpisodeOver, Sampler
 from rlsys.environments.token_budget import EpisodeLimits
 from rlsys.environments.tokens.codec import Codec
 from rlsys.launcher.tiny_models import build_tokenizer
@@ -47,7 +48,7 @@ async def _nothing(chat: Any, task: Any) -> float:
     return 0.0
 
 
-def episode(sampler: Timed, *, max_tokens: int = 20, **limits: Any) -> Episode:
+def episode(sampler: Sampler, *, max_tokens: int = 20, **limits: Any) -> Episode:
     return Episode(
         key="e",
         environment=Environment(function=_nothing, name="nothing", **limits),
@@ -130,6 +131,56 @@ def test_a_cancelled_call_releases_its_tokens_and_its_turn() -> None:
     run_in_virtual_time(run())
 
 
+def test_a_cancelled_call_of_several_replies_adds_none_and_releases_their_turns() -> None:
+    async def run() -> None:
+        sampler = Timed([(2, 1), (2, 1), (2, 9), (2, 1), (4, 1), (6, 2)])
+        one = episode(sampler, max_turns=3)
+        call = asyncio.ensure_future(one.replies(says("???"), num=3, max_tokens=6))
+        await asyncio.sleep(2)  # two replies have been sampled
+        with pytest.raises(EpisodeOver):  # all turns are taken
+            await one.turn(says("?"))
+        call.cancel()
+        await asyncio.wait([call])
+        assert not one.turns
+        assert not one.is_over
+        turns = await one.replies(says("12"), num=3, max_tokens=6)
+        assert [len(turn.token_ids) for turn in turns if turn is not None] == [2, 4, 6]
+        trajectory = one.played(1.0).trajectory
+        assert trajectory.prompt_token_ids.tolist() == CODEC.text.encode_plain("12")
+        assert len(trajectory.token_ids) == 2 + 4 + 6
+
+    run_in_virtual_time(run())
+
+
+def test_replies_to_one_request_wait_for_each_others_unused_tokens() -> None:
+    """The first one may use all 20 tokens, and so may the second; 12 are left after 8."""
+
+    async def run() -> None:
+        sampler = Timed([(8, 3), (5, 1), (7, 1)])
+        one = episode(sampler)
+        turns = await one.replies(says("???"), num=3)
+        assert sampler.asked == [(0, 20), (3, 12), (4, 7)]
+        assert [turn and len(turn.token_ids) for turn in turns] == [8, 5, 7]
+        assert not one.is_truncated
+
+    run_in_virtual_time(run())
+
+
+def test_prompts_of_one_request_share_the_tokens_of_their_beginning() -> None:
+    """Of 4 tokens, the first reply takes 2, and the second prompt's last token and reply 1 each."""
+
+    async def run() -> None:
+        sampler = Timed([(2, 1), (1, 1)])
+        one = episode(sampler, max_tokens=4)
+        prompts = [one.text_prompt("???12"), one.text_prompt("???13")]
+        turns = await one.complete(prompts)
+        assert [turn and len(turn.token_ids) for turn in turns] == [2, 1]
+        trajectory = one.played(1.0).trajectory
+        assert len(trajectory.token_ids) == 2 + 1 + 1
+
+    run_in_virtual_time(run())
+
+
 CALLS = st.lists(
     st.tuples(
         st.integers(0, 9),  # begins at, s
@@ -137,13 +188,14 @@ CALLS = st.lists(
         st.sampled_from([None, 1, 3, 8]),  # max_tokens
         st.sampled_from([None, 2]),  # hangs up after, s
         st.booleans(),  # without a chat template
+        st.integers(1, 3),  # answers
     ),
     min_size=1,
     max_size=12,
 )
 
 
-@given(CALLS, st.lists(st.tuples(st.integers(1, 12), st.integers(0, 4)), min_size=12, max_size=12))
+@given(CALLS, st.lists(st.tuples(st.integers(1, 12), st.integers(0, 4)), min_size=36, max_size=36))
 def test_a_rollout_never_has_more_tokens_than_the_store_keeps_for_it(
     calls: Any, replies: list[tuple[int, int]]
 ) -> None:
@@ -152,14 +204,16 @@ def test_a_rollout_never_has_more_tokens_than_the_store_keeps_for_it(
         one = episode(sampler, max_tokens=24)
 
         async def call(
-            at: int, text: str, most: int | None, patience: int | None, is_raw: bool
+            at: int, text: str, most: int | None, patience: int | None, is_raw: bool, num: int
         ) -> None:
             await asyncio.sleep(at)
             async with asyncio.timeout(patience):
                 if is_raw:
-                    await one.complete([one.text_prompt(text)], max_tokens=most)
+                    await one.complete(
+                        [one.text_prompt(text), one.text_prompt(text + "1")][:num], max_tokens=most
+                    )
                 else:
-                    await one.turn(says(text), max_tokens=most)
+                    await one.replies(says(text), num=num, max_tokens=most)
 
         ended = await asyncio.gather(*(call(*given) for given in calls), return_exceptions=True)
         assert all(isinstance(each, EpisodeOver | TimeoutError | None) for each in ended), ended

@@ -128,3 +128,49 @@ def test_a_reply_with_changed_reasoning_is_a_new_message() -> None:
     changed = {**SENT, "reasoning_content": "other"}
     path = conversation.prompt([user("?"), changed, user(AFTER)])
     assert thought_of(path.token_ids) == "other"
+
+
+@pytest.mark.parametrize("added", [{"id": "m1"}, {"cache_control": {"type": "ephemeral"}}])
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_fields_that_no_template_reads_may_be_added_when_a_message_is_sent_again(
+    added: dict[str, Any], number: int
+) -> None:
+    conversation = conversation_of(SAME[0])
+    messages = [user("?"), dict(SENT), user(AFTER)]
+    reply = "<think>\nlater\n</think>\n\nnext<|im_end|>"
+    conversation.reply(conversation.prompt(messages), says(reply))
+    sampled = conversation.num_tokens
+    messages[number] |= added
+    path = conversation.prompt([*messages, {"role": "assistant", "content": "next"}, user(AFTER)])
+    assert path.num_reused == sampled
+    assert thought_of(path.token_ids) == "later"
+
+
+@pytest.mark.parametrize("field", ["role", "content", "name", "tool_call_id"])
+def test_a_changed_field_that_templates_read_makes_a_new_message(field: str) -> None:
+    conversation = conversation_of()
+    first = {"role": "tool", "content": "?", "name": "one", "tool_call_id": "a"}
+    conversation.reply(conversation.prompt([user("Hi"), first]), says(SAME[0]))
+    changed = {**first, field: "user"}
+    path = conversation.prompt([user("Hi"), changed, SENT, user(AFTER)])
+    assert thought_of(path.token_ids) != "one"
+
+
+def test_a_sampled_reply_is_preferred_to_the_same_message_of_the_client() -> None:
+    """Also if the message after it is known only after the client's own message."""
+    conversation = conversation_of()
+    messages = [user("?"), SENT, user(AFTER)]
+    conversation.reply(conversation.prompt(messages), says("next<|im_end|>"))
+    conversation.reply(conversation.prompt([user("?")]), says(SAME[0]))
+    assert thought_of(conversation.prompt(messages).token_ids) == "one"
+
+
+def test_the_path_with_most_sampled_replies_is_continued() -> None:
+    conversation = conversation_of()
+    messages = [user("?"), SENT, user(AFTER)]
+    for text in ("next", "last"):
+        conversation.reply(conversation.prompt(messages), says(f"{text}<|im_end|>"))
+        messages += [{"role": "assistant", "content": text}, user(AFTER)]
+    sampled = conversation.num_tokens
+    conversation.reply(conversation.prompt([user("?")]), says(SAME[0]))
+    assert conversation.prompt(messages).num_reused == sampled

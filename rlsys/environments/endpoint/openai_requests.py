@@ -78,7 +78,10 @@ def invalid(field: str, value: Any, rule: str, fix: str) -> RequestError:
 
 
 def body_of(data: bytes) -> Mapping[str, Any]:
-    """Return the parsed body of a request. Raises RequestError if it is not a JSON object."""
+    """Return the parsed body of a request.
+
+    Raises RequestError if it is not a JSON object or has half a character in a text.
+    """
     try:
         body = parse_json(data)
     except ValueError as error:
@@ -88,12 +91,32 @@ def body_of(data: bytes) -> Mapping[str, Any]:
     if not is_flat(body):
         raise RequestError("body: is nested too deeply. Send a flatter object.")
     try:
-        dump_json(body, allow_nan=False)
+        text = dump_json(body, ensure_ascii=False, allow_nan=False)
     except ValueError:
         raise RequestError(
             "body: NaN and infinite numbers are not valid JSON. Send finite numbers."
         ) from None
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        _check_characters(body, "")
     return body
+
+
+def _check_characters(value: Any, field: str) -> None:
+    """Raise RequestError about the first text with half a character, by the name of its field."""
+    if isinstance(value, str):
+        try:
+            check_encodable(value, field or "body", fix="Send whole characters.")
+        except InvalidValue as error:
+            raise RequestError(str(error)) from None
+    elif isinstance(value, list):
+        for number, one in enumerate(value):
+            _check_characters(one, f"{field}[{number}]")
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            _check_characters(name, field)
+            _check_characters(one, f"{field}.{name}" if field else name)
 
 
 def flag(fields: Mapping[str, Any], name: str, *, within: str = "") -> bool:
@@ -342,11 +365,6 @@ def _stop(stop: Any) -> tuple[str, ...]:
         raise invalid("stop", stop, "must be a list of non-empty texts", 'For example: ["\\n"].')
     if len(texts) > MAX_STOPS:
         raise RequestError(f"stop: {len(texts)} texts are more than {MAX_STOPS}. Send fewer.")
-    for text in texts:
-        try:
-            check_encodable(text, "stop", fix="Send whole characters.")
-        except InvalidValue as error:
-            raise RequestError(str(error)) from None
     return tuple(texts)
 
 

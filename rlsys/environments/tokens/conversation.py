@@ -57,6 +57,11 @@ class Path:
     _num_replies: int
     _tools: list[Message]
 
+    @property
+    def continued(self) -> TreePlace | None:
+        """End of the branch that a reply continues; None if it begins a branch."""
+        return None if self.begins_branch else self._known
+
 
 class Conversation:
     """Messages and tokens of one episode.

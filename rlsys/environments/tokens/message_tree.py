@@ -17,6 +17,18 @@ from rlsys.errors import InvalidValue
 from rlsys.text.messages import Message, text_of_content
 from rlsys.types import Generation
 
+# Fields beside the content that chat templates read. A client may add others to a message that it
+# sends again, such as `id` or `cache_control`.
+RENDERED = (
+    "role",
+    "name",
+    "tool_calls",
+    "tool_call_id",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)
+
 Shape = tuple[Hashable, ...]  # what a template may look at in a message, apart from its texts
 
 
@@ -87,24 +99,32 @@ class Node:
 def find(root: Node, messages: Sequence[Message]) -> Node:
     """Return the node of the last message. New messages are added.
 
-    Several replies may have the same text and calls. Of these, the ones that the message identifies
-    best are followed (`_best`), then those under which most of the later messages are known. If
-    several remain, nothing that the client sent distinguishes them. The latest one that no prompt
-    has continued is taken, or else the latest one.
+    Several nodes may have the same text and calls. Of these, the ones that the message identifies
+    are followed (`_identified`), or else all. The path that keeps most sampled replies is taken,
+    then the one on which most messages are known. If several remain, nothing that the client sent
+    distinguishes them. The latest one that no prompt has continued is taken, or else the latest
+    one.
 
     Raises:
         InvalidValue: An element is not a message.
     """
-    nodes = [root]
-    for number, message in enumerate(messages):
+    nodes, ended = [root], list[Node]()  # ended: the next message is not known after them
+    for message in messages:
         children = _known_children(nodes, message)
         if not children:
-            node = _latest(nodes)
-            for new in messages[number:]:
-                node = node.child(_checked(new, node.depth + 1))
-            return node
+            break
+        if len(nodes) > 1:
+            parents = {id(child.parent) for child in children}
+            ended += [one for one in nodes if id(one) not in parents]
+        if identified := _identified(children, message):
+            children, ended = identified, []
         nodes = children
-    return _latest(nodes)
+    known = [*ended, *nodes]
+    best = max((one.num_replies, one.depth) for one in known)
+    node = _latest([one for one in known if (one.num_replies, one.depth) == best])
+    for new in messages[node.depth + 1 :]:
+        node = node.child(_checked(new, node.depth + 1))
+    return node
 
 
 def _latest(nodes: Sequence[Node]) -> Node:
@@ -118,32 +138,39 @@ def _known_children(nodes: Sequence[Node], message: Message) -> list[Node]:
         (child,) = nodes[0].children
         if child.message == message if child.reply is None else child.reply.message is message:
             return [child]
-    as_text = message
-    if isinstance(message, Mapping) and not isinstance(message.get("content"), str):
-        as_text = {**message, "content": text_of_content(message.get("content"))}
-    found = [
+    return [
         child
         for node in nodes
         for child in node.children
         if (
-            child.message in (message, as_text)
+            child.message == message or _renders_alike(child.message, message)
             if child.reply is None
             else child.reply.message is message or _is_same(child.reply.message, message)
         )
     ]
-    return _best(found, message) if len(found) > 1 else found
 
 
-def _best(nodes: list[Node], message: Message) -> list[Node]:
-    """Return the nodes that a message identifies best.
+def _renders_alike(known: Message, message: object) -> bool:
+    """Return whether a message differs from a known one at most in fields that are not rendered."""
+    if not isinstance(message, Mapping):
+        return False
+    return known["content"] == text_of_content(message.get("content")) and all(
+        (known.get(name) or None) == (message.get(name) or None) for name in RENDERED
+    )
+
+
+def _identified(nodes: list[Node], message: Message) -> list[Node]:
+    """Return the nodes of several that a message identifies; none if it identifies none.
 
     The message object of a reply identifies it, then the ids of its calls, which are unique unless
     the model writes ids itself.
     """
+    if len(nodes) < 2:
+        return []
     same = [one for one in nodes if one.reply is not None and one.reply.message is message]
     if not same and (ids := _call_ids(message)):
         same = [one for one in nodes if one.reply and _call_ids(one.reply.message) == ids]
-    return same or nodes
+    return same
 
 
 def _call_ids(message: Message) -> list[Any]:
