@@ -880,14 +880,14 @@ from actors.run import launch
 from tests.launch.small_run import ROWS, small_flow
 
 def preflight(*_, **__):
-    print("reading", flush=True)
+    open(sys.argv[2], "w").close()  # a pipe of the test
     for _ in range(6000):
         time.sleep(0.1)
-    print("read", flush=True)
+    print("read", file=sys.__stdout__, flush=True)
 
 launch.preflight = preflight
 config = rlsys.RunConfig(prompts_per_step=4, group_size=2, runs_dir=sys.argv[1])
-dry_run = sys.argv[2:] == ["dry"]
+dry_run = sys.argv[3:] == ["dry"]
 start = lambda: rlsys.launch(
     config, small_flow(config, ROWS), own_model=rlsys.OwnModel(name="own"), dry_run=dry_run
 )
@@ -904,11 +904,10 @@ rlsys.main(start)()
 def test_a_signal_while_the_data_is_read_ends_the_run_at_once(
     tmp_path: Path, number: signal.Signals, options: list[str]
 ) -> None:
-    process = started(READING_PROGRAM, str(tmp_path), *options)
-    assert process.stdout is not None
-    while line := process.stdout.readline():
-        if line == "reading\n":
-            break
+    pipe = tmp_path / "reading"
+    os.mkfifo(pipe)
+    process = started(READING_PROGRAM, str(tmp_path / "runs"), str(pipe), *options)
+    pipe.read_text()  # until preflight has begun
     process.send_signal(number)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 130, out + err
