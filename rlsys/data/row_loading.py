@@ -21,7 +21,7 @@ from rlsys.data.csv_rows import FIX_CSV
 from rlsys.data.directory_files import TRAIN, directory_splits
 from rlsys.data.joined_rows import JoinedRows
 from rlsys.data.json_rows import FIX_JSON
-from rlsys.data.source_names import Source, loader_of, read_sources, takes_subset
+from rlsys.data.source_names import Source, loader_of, named, read_sources, takes_subset
 from rlsys.data.table_files import FIX_TABLE, has_times, load_tables
 from rlsys.data.text_rows import READERS, joined_parts, load_texts
 from rlsys.errors import InvalidValue, require
@@ -177,7 +177,7 @@ def _load_files(files: Sequence[str], setting: str) -> Any:
     require(
         len(filled) > 0,
         setting,
-        files[0] if len(files) == 1 else list(files),
+        named(files),
         rule="is an empty file",
         fix="Fill it.",
     )

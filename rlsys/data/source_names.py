@@ -137,6 +137,11 @@ def compression_of(name: str) -> str | None:
     return next((one for one in COMPRESSIONS if name.lower().endswith(one)), None)
 
 
+def named(files: Sequence[str]) -> str | list[str]:
+    """Return files as the value of an error: one of them as a text."""
+    return files[0] if len(files) == 1 else list(files)
+
+
 def without_compression(name: str) -> str:
     """Return a name without the ending of a compression."""
     return name[: len(name) - len(compression_of(name) or "")]

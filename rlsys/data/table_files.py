@@ -10,6 +10,7 @@ import glob
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rlsys.data.source_names import named
 from rlsys.data.text_rows import cache_directory, fingerprint, writing_cache
 from rlsys.errors import InvalidValue, require
 
@@ -31,7 +32,7 @@ def load_tables(files: Sequence[str], loader: str, setting: str) -> Any:
     require(
         len(filled) > 0,
         setting,
-        files[0] if len(files) == 1 else list(files),
+        named(files),
         rule="has no rows",
         fix="Write rows with a prompt into it.",
     )

@@ -22,6 +22,7 @@ import xxhash
 
 from rlsys.data.csv_rows import csv_rows
 from rlsys.data.json_rows import json_rows
+from rlsys.data.source_names import named
 from rlsys.data.text_files import check_text_file
 from rlsys.errors import InvalidValue, require
 
@@ -120,7 +121,7 @@ def load_texts(files: Sequence[str], loader: str, setting: str) -> Any:
             require(
                 fingerprint(files, loader) == before,
                 setting,
-                files[0] if len(files) == 1 else list(files),
+                named(files),
                 rule="has changed while it was read",
                 fix="Start again when it is complete.",
             )
@@ -145,7 +146,7 @@ def _write_table(files: Sequence[str], loader: str, setting: str, path: Path) ->
     require(
         bool(columns),
         setting,
-        files[0] if len(files) == 1 else list(files),
+        named(files),
         rule="has no rows with a column",
         fix="Write rows with a prompt into it.",
     )

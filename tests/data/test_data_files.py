@@ -1,4 +1,4 @@
-"""Which files of a directory or pattern are loaded: all of them, or none and an error."""
+"""A directory or pattern loads all of its data files, or raises an error."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def test_replies_to_one_request_wait_for_each_others_unused_tokens() -> None:
 
 
 def test_prompts_of_one_request_share_the_tokens_of_their_beginning() -> None:
-    """Of 4 tokens, the first reply takes 2, and the second prompt's last token and reply 1 each."""
+    """The first reply takes 2 of 4 tokens, the second prompt's last token and its reply 1 each."""
 
     async def run() -> None:
         sampler = Timed([(2, 1), (1, 1)])

@@ -259,7 +259,7 @@ def test_a_longer_prompt_takes_longer(tokens: int) -> None:
 
 
 def test_prompts_that_start_together_share_the_reads_of_the_weights() -> None:
-    """Of 513 rows with 64 tokens, 8 start in each step. One prompt alone reads all weights."""
+    """513 rows of 64 tokens: 8 start in each step. One prompt alone reads all weights."""
     plan, constants = GenerationPlan(), fitted_constants()
     step = decode_step_time(LLAMA, NODE, plan, 513, 36).seconds
     alone = prefill_time(LLAMA, NODE, plan, 1, 4).seconds

@@ -17,8 +17,8 @@ from rlsys.errors import InvalidValue
 from rlsys.text.messages import Message, text_of_content
 from rlsys.types import Generation
 
-# Fields beside the content that chat templates read. A client may add others to a message that it
-# sends again, such as `id` or `cache_control`.
+# Fields that chat templates read, apart from the content. A client may add other fields, such as
+# `id` or `cache_control`, to a message that it sends again.
 RENDERED = (
     "role",
     "name",
