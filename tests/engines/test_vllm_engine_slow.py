@@ -56,6 +56,13 @@ EXPERTS = {"tied": False, "head_dim": 32, "num_experts_per_tok": 2}
 QWEN3_MOE = EXPERTS | {"model_type": "qwen3_moe", "num_experts": 8}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama, untied": {"model_type": "llama", "tied": False},
+    "llama, padded blocks": {
+        "model_type": "llama",
+        "tied": True,
+        "head_dim": 32,
+        "hidden_size": 192,  # blocks of quantised weights have 128 rows and columns
+        "intermediate_size": 256,
+    },
     "qwen2, with biases": {"model_type": "qwen2", "tied": True},
     "qwen3": {"model_type": "qwen3", "tied": True, "head_dim": 32},
     "gemma2": {"model_type": "gemma2", "tied": True, "head_dim": 32},
@@ -115,7 +122,7 @@ CHANNELS, BLOCKS, INT8 = "fp8_per_channel", "fp8_per_block", "int8"
         *itertools.product(
             ["qwen3", "llama, untied", "qwen2, with biases"], ["float16", "bfloat16"], [CHANNELS]
         ),
-        ("qwen3", "bfloat16", BLOCKS),
+        *itertools.product(["qwen3", "llama, padded blocks"], ["bfloat16"], [BLOCKS]),
         ("qwen3_moe", "bfloat16", INT8),
     ],
 )

@@ -326,9 +326,15 @@ def _places(
 
 
 def _is_computed(module: Any, name: str, tensor: Any) -> bool:
-    """Return whether vLLM computes a tensor from those that were loaded."""
+    """Return whether vLLM computes a tensor from those that were loaded.
+
+    Kernels may replace a loaded weight by one without its loader. vLLM lists no biases as loaded,
+    but these keep their loaders.
+    """
+    if name in _loaded(module):
+        return False
     if is_deferred_attention_layer(module):
-        return name not in _loaded(module)
+        return True
     return _is_quantized(module) and getattr(tensor, "weight_loader", None) is None
 
 
