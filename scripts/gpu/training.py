@@ -53,7 +53,7 @@ ROW_TOKENS = 2048
 PROMPT_TOKENS = 512
 PACKS_PER_STEP = 2
 GROUP_SIZE = 8
-SHARED_PROMPT, SHARED_COMPLETION = 768, 256
+SHARED_PROMPT, SHARED_COMPLETION = 768, 160  # a group has ROW_TOKENS if its prompt counts once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,14 +217,18 @@ def lengths(case: Case) -> tuple[int, int]:
 
 
 def make_rows(case: Case, vocab_size: int) -> list[TrainRow]:
-    """Return the rows of one step: `PACKS_PER_STEP` full packs."""
+    """Return the rows of one step, which fill `PACKS_PER_STEP` packs.
+
+    A shared prompt counts once. Unshared rows are the shared ones, in more packs.
+    """
     from scripts.bench.train import group_rows, rows
 
     prompt, completion = lengths(case)
-    count = PACKS_PER_STEP * case.tokens // (prompt + completion)
+    num_tokens = PACKS_PER_STEP * case.tokens
     if case.rows == "separate":
-        return rows(vocab_size, [(prompt, completion)] * count)
-    return group_rows(vocab_size, count // GROUP_SIZE or 1, GROUP_SIZE, prompt, completion)
+        return rows(vocab_size, [(prompt, completion)] * (num_tokens // (prompt + completion)))
+    num_groups = max(1, num_tokens // (prompt + GROUP_SIZE * completion))
+    return group_rows(vocab_size, num_groups, GROUP_SIZE, prompt, completion)
 
 
 def measure_case(
