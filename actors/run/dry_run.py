@@ -50,6 +50,7 @@ def describe(
     warnings: Sequence[str],
     *,
     as_written: RunConfig,
+    held_out: str = "",
     capacity: Capacity | None = None,
     cluster: str = "",
 ) -> str:
@@ -63,6 +64,7 @@ def describe(
         tokenizer: Tokenizer of the policy.
         warnings: Warnings about the run.
         as_written: Configuration without paths that exist only during this dry run.
+        held_out: Source and number of the held-out rows; "" without evaluations.
         capacity: Comparison with the machines; None if the nodes are not known yet.
         cluster: Devices of the run, such as 2x8xH100, for the prediction of a step's time; "" if
             they are unknown.
@@ -102,6 +104,7 @@ def describe(
         *_prediction(config, flow, shape, prompts, cluster),
         *_links(config, flow, shape, num_nodes),
         *_data(flow, prompts, tokenizer),
+        *([f"held-out data: {held_out}"] if held_out else []),
     ]
     return f"# configuration\n{document(as_written, facts)}"
 

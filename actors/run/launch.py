@@ -203,6 +203,7 @@ async def _dry_run(
             read.tokenizer,
             warnings,
             as_written=config,
+            held_out=read.held_out.note,
             capacity=capacity,
             cluster=cluster_of_dry_run(config, dry_run, machines),
         )
@@ -411,6 +412,8 @@ def _prepare(
         console.resumed([x for x in trained if x[STEP] <= history.checkpoint.step])
         for warning in models_written_since(history.checkpoint, read.graph):
             console.warn(warning)
+    if read.held_out.note:
+        console.note(f"Held-out data: {read.held_out.note}")
     for warning in [*configuration_warnings(config), *read.warnings]:
         console.warn(warning)
     return directory, Job(

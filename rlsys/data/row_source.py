@@ -59,6 +59,14 @@ class RowSource(ABC):
         self._seed = seed
         setting = "evaluation.source" if held_out else "data.source"
         self._evaluated = evaluated
+        self._fix_of_held_out = ""
+        if held_out:
+            self._fix_of_held_out = "Use one name for it in the training data and in " + (
+                f"{setting}."
+                if rows is None
+                else "HeldOut.rows, or leave HeldOut.rows out and use evaluation.source or "
+                "evaluation.split."
+            )
         file_split = "test" if evaluated else "train"
         self._rows: Any = (
             load_rows(config, setting, file_split=file_split) if rows is None else rows
@@ -230,7 +238,12 @@ class RowSource(ABC):
             )
 
     def _nearest(self, column: str, otherwise: str = "Name one of these.") -> str:
-        """Return the fix for a column that the rows lack: similar paths of the first row."""
+        """Return the fix for a column that the rows lack: similar paths of the first row.
+
+        Held-out rows are read after the training rows, with the same options and rewards.
+        """
+        if self._fix_of_held_out:
+            return self._fix_of_held_out
         found = nearest_paths(column, self._rows[0])
         return f"Did you mean {' or '.join(found)}?" if found else otherwise
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from rlsys.config import HeldOutConfig, RunConfig
@@ -20,9 +21,17 @@ from rlsys.rewards import as_rewards, pack_rewards
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeldOutSummary:
+    """The held-out data of a run, for the user: a note, and warnings about it."""
+
+    note: str = ""
+    warnings: tuple[str, ...] = ()
+
+
 def check_held_out(
     config: RunConfig, flow: StageGraph, held_out: HeldOut, tokenizer: Any, shape: ModelShape
-) -> None:
+) -> HeldOutSummary:
     """Check that the evaluation during training has data and a score, and can be run.
 
     Raises:
@@ -30,7 +39,7 @@ def check_held_out(
     """
     every = config.evaluation.every
     if not every:
-        return
+        return HeldOutSummary()
     for played in flow.all(PlayStage):
         require(
             not played.seats,
@@ -48,7 +57,7 @@ def check_held_out(
             f"evaluation.{field}",
             value,
             rule="has no effect, since the recipe makes its own held-out rows",
-            fix="Remove the option.",
+            fix="Remove the option, or leave the rows out of rlsys.HeldOut.",
         )
     rewards, loss = rewards_of(flow, held_out), held_out_loss(config, flow)
     environment = environment_of(flow)
@@ -91,12 +100,13 @@ def check_held_out(
     evaluated = evaluation_config(config, config.model.path)
     if rewards:
         pack_rewards(rewards)  # raises if a function cannot be pickled
+    num = 0
     if environment is not None:
-        held_out_tasks(evaluated, environment, held_out.rows, of_a_run=True)
+        num = len(held_out_tasks(evaluated, environment, held_out.rows, of_a_run=True))
     if loss is not None:
-        loss.prompts(evaluated, tokenizer, held_out.rows)
+        num = len(loss.prompts(evaluated, tokenizer, held_out.rows))
     if rewards:
-        held_out_prompts(
+        prompts = held_out_prompts(
             evaluated,
             tokenizer,
             shape.max_context,
@@ -104,6 +114,29 @@ def check_held_out(
             held_out.rows,
             of_a_run=True,
         )
+        num = len(prompts)
+    return _summary(config, flow, held_out, num)
+
+
+def _summary(config: RunConfig, flow: StageGraph, held_out: HeldOut, num: int) -> HeldOutSummary:
+    """Return the source of the held-out rows, and a warning if training reads other data."""
+    own = config.evaluation
+    source, split = own.source or config.data.source, own.split
+    if held_out.rows is not None:
+        origin = "rows of the recipe (HeldOut.rows)"
+    else:
+        has_split = may_have_splits(source) or "[" in split
+        field = "evaluation.source" if own.source else "data.source"
+        origin = f"rows of {field}={source!r}" + (f", evaluation.split={split!r}" * has_split)
+    warnings: tuple[str, ...] = ()
+    if held_out.rows is not None and flow.source.prompts.rows is None:
+        warnings = (
+            f"training reads data.source={config.data.source!r}, but evaluations use the recipe's "
+            "own held-out rows, and best/ is chosen by them. To evaluate on the same kind of data, "
+            "leave the rows out of rlsys.HeldOut and use evaluation.source, or a part of the data "
+            "as evaluation.split",
+        )
+    return HeldOutSummary(note=f"{num:,} {origin}", warnings=warnings)
 
 
 def check_warm_start(warm_start: WarmStart | None, tokenizer: Any) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from rlsys.engines.models.routing import replayable_routing
 from rlsys.errors import ErrorCollector, require
 from rlsys.evaluation.held_out_data import HeldOut
 from rlsys.launcher.engine_checks import check_engine, sampler_warnings
-from rlsys.launcher.held_out_checks import check_held_out, check_warm_start
+from rlsys.launcher.held_out_checks import HeldOutSummary, check_held_out, check_warm_start
 from rlsys.launcher.launching import WarmStart
 from rlsys.launcher.memory_estimate import check_store
 from rlsys.launcher.run_checks import check_prompts, check_run
@@ -53,6 +53,7 @@ class Inputs:
     shape: ModelShape
     tokenizer: Any
     prompts: RowSource
+    held_out: HeldOutSummary = field(default_factory=HeldOutSummary)
     warnings: tuple[str, ...] = ()
 
 
@@ -89,6 +90,7 @@ def preflight(
     tokenizer = load_policy_tokenizer(config.model.path, config.data.template_options)
     mistakes = ErrorCollector()
     graph = prompts = None
+    summary = HeldOutSummary()
     warnings: list[str] = []
     with mistakes.collect():
         graph = graph_of_run(config, flow, shape, warm_starts=warm_start is not None)
@@ -107,7 +109,8 @@ def preflight(
         check_prompts(config, flow, prompts, tokenizer, shape, mistakes)
     if graph is not None and prompts is not None:
         with mistakes.collect():
-            check_held_out(config, graph, held_out, tokenizer, shape)
+            summary = check_held_out(config, graph, held_out, tokenizer, shape)
+            warnings += summary.warnings
         with mistakes.collect():
             check_warm_start(warm_start, tokenizer)
         with mistakes.collect():
@@ -120,7 +123,12 @@ def preflight(
         check_machine(graph, shape)
     warnings += run_to_end(lambda: _try_rewards(config, graph, held_out, prompts, tokenizer))
     return Inputs(
-        graph=graph, shape=shape, tokenizer=tokenizer, prompts=prompts, warnings=tuple(warnings)
+        graph=graph,
+        shape=shape,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        held_out=summary,
+        warnings=tuple(warnings),
     )
 
 

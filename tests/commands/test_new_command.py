@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import pytest
 from rlsys.commands.new_command import main, write_project
 from tests.commands.rlsys_process import ROOT
 from tests.commands.rlsys_process import rlsys as run
+from tests.commands.test_documented_commands import command_lines
 from tests.errors import invalid
 
 FILES = ["README.md", "config.toml", "recipe.py", "reward.py", "test_reward.py"]
@@ -34,6 +37,70 @@ def test_the_files(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [(empty / name).read_bytes() for name in FILES] == [
         (project / name).read_bytes() for name in FILES
     ]
+
+
+def command_of_an_own_file(project: Path) -> list[str]:
+    """Return the arguments of rlsys in the README's command for a file of one's own."""
+    calls = [
+        [name, *arguments]
+        for name, arguments in command_lines(project / "README.md")
+        if "--data.source" in arguments
+    ]
+    (call,) = calls
+    return call
+
+
+def without_model(call: list[str]) -> list[str]:
+    """Return the command without --model.path and its value: it trains the small model."""
+    place = call.index("--model.path")
+    return call[:place] + call[place + 2 :]
+
+
+@pytest.fixture
+def differences(project: Path) -> Path:
+    """Write 20 differences to rows.jsonl and teach the small model their characters."""
+    rows = [{"prompt": f"{20 + n}-{n}=", "answer": "20"} for n in range(20)]
+    (project / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = project / "recipe.py"
+    text = recipe.read_text()
+    assert text.count('"0123456789+="') == 1
+    recipe.write_text(text.replace('"0123456789+="', '"0123456789-="'))
+    return project
+
+
+SMALL = (
+    *("--sampling.max-tokens", "4", "--prompts-per-step", "4"),
+    *("--num-steps", "2", "--trainer.warmup-steps", "0"),
+)
+
+
+def test_a_file_replaces_all_sums_of_the_project(differences: Path) -> None:
+    """Sums would be refused: the model has no character +."""
+    call = without_model(command_of_an_own_file(differences))
+    shown = run(*call, *SMALL, "--dry-run", directory=differences)
+    assert shown.returncode == 0, shown.stderr
+    assert "warning" not in shown.stderr
+    assert re.search(r"^# data: 16 prompts .*\n#   \d+-\d+=$", shown.stdout, re.MULTILINE)
+    (held_out,) = re.findall(r"^# held-out data: (.*)$", shown.stdout, re.MULTILINE)
+    assert held_out.startswith("4 rows of evaluation.source='rows.jsonl'")
+
+
+@pytest.mark.slow
+def test_the_command_for_an_own_file_evaluates_on_that_file(differences: Path) -> None:
+    call = without_model(command_of_an_own_file(differences))
+    ended = run(*call, *SMALL, "--evaluation.every", "1", directory=differences)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    lines = (differences / "runs" / "own" / "evaluations.jsonl").read_text().splitlines()
+    assert {json.loads(line)["eval/prompts"] for line in lines} == {4}
+
+
+def test_a_wrong_character_of_the_small_model_is_reported_as_a_message(project: Path) -> None:
+    recipe = project / "recipe.py"
+    recipe.write_text(recipe.read_text().replace('"0123456789+="', '"0123456789+=0"'))
+    shown = run("run", "recipe.py", "--dry-run", directory=project)
+    assert shown.returncode == 1
+    assert shown.stderr.startswith("error: OwnModel.characters=")
+    assert "Traceback" not in shown.stderr
 
 
 def test_a_directory_with_files_is_refused_and_left_alone(tmp_path: Path) -> None:
