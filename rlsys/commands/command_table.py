@@ -26,6 +26,7 @@ _ALL = (
     Command("watch", "serve the page of a run while it trains", "rlsys.commands.watch_command"),
     Command("evaluate", "score a model on held-out data", "rlsys.commands.evaluate_command"),
     Command("audit", "check a run's files for lost or stale data", "rlsys.commands.audit_command"),
+    Command("checkpoint", "make a run write a checkpoint", "rlsys.commands.checkpoint_command"),
     Command("fit", "predict how high the reward will rise", "rlsys.commands.fit_command"),
     Command("submit", "run a recipe as a Ray job on a cluster", "rlsys.commands.submit_command"),
     Command("serve", "serve a model over the Tinker API", "rlsys.commands.serve_command"),

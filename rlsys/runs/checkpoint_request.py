@@ -1,4 +1,4 @@
-"""Requests for a checkpoint from outside of a run: by a preemption hook, a script or a user.
+"""Requests for a checkpoint from outside of a run: by a preemption hook or a user.
 
 In: a run directory, and an empty file in it, which is the request. So a request needs no process id
 and works on every node that sees the directory. Out: the run writes a checkpoint after the current

@@ -42,6 +42,16 @@ def checked_run(path: Path, runs_dir: Path = RUNS_DIR) -> Path:
     raise InvalidValue("RUN", str(path), rule=rule if path.exists() else "does not exist", fix=fix)
 
 
+def runs_of(path: Path) -> list[Path]:
+    """Return the run at a path, or all runs in it if it is a directory of runs.
+
+    Raises:
+        InvalidValue: It is neither.
+    """
+    below = [] if is_run(path) else list(_runs_below(path))
+    return below or [checked_run(path)]
+
+
 def newest_run(runs_dir: Path = RUNS_DIR) -> Path:
     """Return the run that was written last.
 

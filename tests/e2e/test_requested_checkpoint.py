@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from rlsys.runs.run_files import REQUEST_FILE
+from tests.commands.rlsys_process import RLSYS
 from tests.e2e.job import ROOT, SMALL_QUICKSTART, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -20,9 +20,9 @@ def test_a_requested_checkpoint_is_complete_while_the_run_continues(tmp_path: Pa
     run = tmp_path / "quickstart"
     try:
         job.wait_for_step(run, 2)
-        script = str(ROOT / "scripts" / "request_checkpoint.py")
         asked = subprocess.run(
-            [sys.executable, script, str(run), "--timeout", "300"],
+            [*RLSYS, "checkpoint", str(run), "--timeout", "300"],
+            cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=400,

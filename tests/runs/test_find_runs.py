@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.errors import NOT_GIVEN
-from rlsys.runs.find_runs import checked_run, is_run, newest_run
+from rlsys.runs.find_runs import checked_run, is_run, newest_run, runs_of
 from tests.errors import invalid
 
 
@@ -38,6 +38,16 @@ def test_the_newest_run_is_the_one_that_was_written_last(runs: Path) -> None:
 def test_runs_are_told_from_other_directories(runs: Path) -> None:
     assert [is_run(path) for path in sorted(runs.iterdir())] == [False, False, True, True, True]
     assert checked_run(runs / "third") == runs / "third"
+
+
+def test_a_directory_of_runs_means_all_of_them(runs: Path) -> None:
+    """Other directories, such as a cache of models, are left out."""
+    assert runs_of(runs) == [runs / "first", runs / "second", runs / "third"]
+    (runs / "third" / "best").mkdir()
+    (runs / "third" / "best" / "config.json").touch()  # a model in a run is not a run
+    assert runs_of(runs / "third") == [runs / "third"]
+    with invalid("RUN", str(runs / ".models")):
+        runs_of(runs / ".models")
 
 
 @pytest.mark.parametrize(
