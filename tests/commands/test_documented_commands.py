@@ -10,6 +10,7 @@ import pytest
 
 from rlsys.commands.command_table import COMMANDS
 from rlsys.commands.completion_command import words_of
+from rlsys.commands.new_command import write_project
 from tests.commands.rlsys_process import ROOT, rlsys
 from tests.test_documentation import pages
 
@@ -46,6 +47,28 @@ def test_every_documented_command_and_option_exists(page: Path) -> None:
             continue  # its options may be those of the recipe
         options = {one.partition("=")[0] for one in arguments if one.startswith("--")}
         assert options <= {*words_of(name)}, (name, options - {*words_of(name)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["commands", "planner"])
+def test_the_examples_of_plans_work(page: str, tmp_path: Path) -> None:
+    """In a project of `rlsys new`, and without simulations, which take most of the time.
+
+    Examples that need a running Ray or a file of an earlier calibration are left out.
+    """
+    write_project(tmp_path)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    examples = [
+        arguments
+        for name, arguments in command_lines(ROOT / "docs" / f"{page}.md")
+        if name == "plan"
+        and arguments[0].endswith(".py")
+        and not {*arguments} & {"ray", "--profile"}
+    ]
+    assert len(examples) >= 2
+    for arguments in examples:
+        ended = rlsys("plan", *arguments, "--simulate", "0", directory=tmp_path)
+        assert ended.returncode == 0, (arguments, ended.stderr)
 
 
 @pytest.mark.slow
