@@ -19,7 +19,8 @@ class TraceCollector:
     """Collector of the trace records of the controller and all workers.
 
     `workers` is called for each collection, because actors come and go. `tracer` is the
-    controller's. `on_report` gets the records of each actor, also without a file.
+    controller's. `on_report` gets the records of each actor, also without a file, except its first
+    ones: they include the start of its process.
     """
 
     def __init__(
@@ -34,22 +35,30 @@ class TraceCollector:
         self._workers = workers
         self._tracer = tracer
         self._on_report = on_report
+        self._known: list[Worker] = []  # that were asked before
 
     async def run(self, stepped: AsyncCondition) -> None:
-        """Collect the records after each optimizer step, forever."""
+        """Collect the records now, before training, and after each optimizer step, forever."""
         while True:
-            await stepped.next()
             await self.collect()
+            await stepped.next()
 
     async def collect(self) -> None:
         """Collect the records once."""
-        reports = await asyncio.gather(*map(_drain, self._workers()))
-        present = [report for report in reports if report is not None]
+        workers = [*self._workers()]
+        known, self._known = self._known, workers
+        reports = await asyncio.gather(*map(_drain, workers))
+        present = [
+            (worker, report)
+            for worker, report in zip(workers, reports, strict=True)
+            if report is not None
+        ]
         if self._file is not None:
-            for batch in (self._tracer.drain(), *present):
+            for batch in (self._tracer.drain(), *(report for _, report in present)):
                 self._file.write(batch)
-        for report in present:
-            self._on_report(report)
+        for worker, report in present:
+            if worker in known:
+                self._on_report(report)
 
 
 async def _drain(worker: Worker) -> TraceBatch | None:

@@ -179,7 +179,7 @@ class EvaluationActor(Heartbeat):
             self._blocked = blocked
             self._is_blocked.set()
 
-        with self._tracer.span("evaluation", "evaluate", model=Path(model).name):
+        with self._tracer.working("evaluation", "evaluate", model=Path(model).name):
             return await self._evaluate(model, count, block)
 
 
