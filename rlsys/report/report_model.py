@@ -21,6 +21,7 @@ from rlsys.common.safe_json import parse_json
 from rlsys.config import RunConfig
 from rlsys.config.fields import leaf_defaults
 from rlsys.errors import InvalidValue
+from rlsys.planner.run_record import read_record
 from rlsys.report import curve_sampling
 from rlsys.report.advisory_titles import ABOUT, SPEED, TITLES, anchor
 from rlsys.report.curve_sampling import reward_bands, rounded, sample_curves
@@ -134,12 +135,14 @@ class RunReader:
         if state.state == "running":
             started_s = self.files.config.stat().st_mtime
             findings += stalled(lines, started_s=started_s, now_s=self._clock())
+        points = _points(lines, evaluations)
         findings += diagnose(
             lines,
-            settings=advised_settings(config),
+            settings=advised_settings(config, _cluster(self.files)),
             samples=any(metrics.KL_SAMPLER_TRAINER in line for line in lines[-WINDOW:]),
+            evaluations=points,
         )
-        findings += overfits(_points(lines, evaluations))
+        findings += overfits(points)
         return [
             {
                 "kind": one.kind,
@@ -255,6 +258,14 @@ def _priority(name: str) -> int:
     if name.startswith(("page/", "reward/", "kl/", "ratio/", "staleness/")):
         return 0
     return 2 if name.startswith(metrics.TIMING_FAMILIES) and name.count("/") > 1 else 1
+
+
+def _cluster(files: RunFiles) -> str:
+    """Return the devices of a run, or "" if they are unknown."""
+    try:
+        return read_record(files.plan).cluster
+    except ValueError:
+        return ""
 
 
 def _points(lines: Sequence[Line], evaluations: Sequence[Line]) -> list[EvaluationPoint]:

@@ -366,18 +366,23 @@ def _engine_load(report: TraceBatch) -> dict[str, float]:
 def _rollout_metrics(trained: TrainedStep) -> dict[str, float]:
     notes = [note for group in trained.groups for note in group.rollouts if not note.is_greedy]
     columns: defaultdict[str, list[float]] = defaultdict(list)
+    best_of_group: list[float] = []
     for group in trained.groups:
-        for name, values in _trained_columns(trained, group).items():
+        of_group = _trained_columns(trained, group)
+        for name, values in of_group.items():
             columns[name] += values
+        if of_group.get(REWARD):
+            best_of_group.append(max(of_group[REWARD]))
     components: dict[str, list[float]] = {}
     for note in notes:
         for name, value in note.components.items():
             components.setdefault(name, []).append(value)
-    advantages = [of_group.get(ADVANTAGES, ()) for of_group in trained.columns.values()]
+    advantages = [values.get(ADVANTAGES, ()) for values in trained.columns.values()]
     line = {metrics.column_mean(name): statistics.fmean(x) for name, x in columns.items()}
     line.pop(metrics.column_mean(ADVANTAGES), None)
     if REWARD in columns:
         line[metrics.REWARD_STD] = statistics.pstdev(columns[REWARD])
+        line[metrics.REWARD_BEST_OF_GROUP] = statistics.fmean(best_of_group)
     if any(advantages):
         line[metrics.ZERO_ADVANTAGE_FRAC] = statistics.fmean(not any(x) for x in advantages)
     return line | {
