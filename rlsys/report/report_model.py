@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys import metrics
+from rlsys.common.number_text import counted, verb
 from rlsys.common.safe_json import parse_json
 from rlsys.config import RunConfig
 from rlsys.config.fields import leaf_defaults
@@ -166,14 +167,15 @@ class RunReader:
         """Return sentences about data that the page does not contain."""
         notes = []
         if num_lanes := timeline["left_out"]:
-            notes.append(f"{num_lanes:,} lanes of the timeline are in trace.json only.")
+            lanes = f"{counted(num_lanes, 'lane')} of the timeline"
+            notes.append(f"{lanes} {verb(num_lanes)} in trace.json only.")
         if len(curves["steps"]) < len(lines):
             notes.append(
                 f"Curves show {len(curves['steps']):,} points of {len(lines):,} steps: the lowest "
                 "and the highest value of each interval."
             )
         if left := curves["left_out"]:
-            notes.append(f"{left:,} metrics are in metrics.jsonl only.")
+            notes.append(f"{counted(left, 'metric')} {verb(left)} in metrics.jsonl only.")
         if len(groups) < self._rollouts.num_groups:
             notes.append(
                 f"{len(groups):,} of {self._rollouts.num_groups:,} recorded groups are shown, "

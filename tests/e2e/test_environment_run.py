@@ -187,7 +187,8 @@ def test_a_plain_environment_that_fails_drops_its_groups(tmp_path: Path) -> None
     lines = read_evaluations(directory / "evaluations.jsonl")
     assert [(line["eval/failed"], line["eval/prompts"]) for line in lines] == [(2, 2)] * 2
     audited(directory)
-    assert read_metrics(directory / "metrics.jsonl")[-1]["rollouts/dropped/reward exception"] > 0
+    last = read_metrics(directory / "metrics.jsonl")[-1]
+    assert last["rollouts/dropped/environment exception"] > 0
     assert not [one for one in records_of(directory) if one["row"]["number"] == 1]
 
 

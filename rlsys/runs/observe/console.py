@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rlsys import metrics
+from rlsys.common.number_text import counted
 from rlsys.common.user_functions import printable
 from rlsys.runs.observe.advised_settings import AdvisedSettings
 from rlsys.runs.observe.diagnosis import (
@@ -282,7 +283,7 @@ class RunConsole:
         self.phases.stop()
         summary = summarize(lines, self._dropped)
         done = int(lines[-1][metrics.STEP]) if lines else 0
-        title = f"{outcome.capitalize()}: {done} of {self._num_steps} steps."
+        title = f"{outcome.capitalize()}: {done} of {counted(self._num_steps, 'step')}."
         if self._first_step_s is not None:
             title += f" The first step was finished after {duration(self._first_step_s)}."
         rows = summary_rows(summary) if lines or summary.dropped else []
@@ -373,7 +374,7 @@ class RunConsole:
         for number, turn in enumerate(turns):
             if left_out > 0 and half <= number < half + left_out:
                 if number == half:
-                    self._print(f"  [... {left_out} turns ...]")
+                    self._print(f"  [... {counted(left_out, 'turn')} ...]")
                 continue
             if number == 0 or turns[number - 1]["branch"] != turn["branch"]:
                 names = [f"branch {turn['branch']}"] if turn["branch"] else []

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rlsys import metrics
+from rlsys.common.number_text import counted, verb
 from rlsys.metrics import recent_mean
 from rlsys.runs.observe.advised_settings import AdvisedSettings, sentence
 from rlsys.runs.observe.finding import Finding, Line, Lines
@@ -160,8 +161,9 @@ def _failed_rewards(lines: Lines) -> Iterator[Finding]:
     causes = ", ".join(f"{reason} {count:.0f}" for reason, count in reasons.most_common())
     yield Finding(
         "failed_rewards",
-        f"{failed:.0f} rollouts got no reward{f' ({causes})' if causes else ''} and were dropped, "
-        f"with their groups, over the last {_steps(lines)}",
+        f"{counted(round(failed), 'rollout')} got no reward{f' ({causes})' if causes else ''} and "
+        f"{verb(round(failed), 'was', 'were')} dropped, with the whole group, over the last "
+        f"{_steps(lines)}",
         "Check the reward function (its limit is reward.timeout_s), the environment (which has its "
         "own limit) or the judge's prompt.",
     )

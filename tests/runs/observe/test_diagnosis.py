@@ -350,6 +350,8 @@ def test_failed_rewards_are_found_at_once_with_their_reasons() -> None:
     assert "7 rollouts" in message
     assert "(timeout 6, exception 1)" in message
     assert "2 steps" in message
+    (message,) = found([{**run[0], "rewards/failed": 1}]).values()
+    assert "1 rollout " in message
 
 
 def test_missing_metrics_are_no_finding() -> None:
