@@ -6,6 +6,7 @@ The records contain working and waiting times, and the events of the run's trace
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable, Iterable
 
 from rlsys.common.async_condition import AsyncCondition
@@ -35,35 +36,41 @@ class TraceCollector:
         self._workers = workers
         self._tracer = tracer
         self._on_report = on_report
-        self._known: list[Worker] = []  # that were asked before
+        self._known: weakref.WeakSet[Worker] = weakref.WeakSet()  # have answered
+        self._asked: set[Worker] = set()  # have not answered yet
 
     async def run(self, stepped: AsyncCondition) -> None:
-        """Collect the records now, before training, and after each optimizer step, forever."""
-        while True:
-            await self.collect()
-            await stepped.next()
+        """Collect the records now, before training, and after each optimizer step, forever.
+
+        An actor that does not answer, because it starts, delays no other one.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                self._write(self._tracer.drain())
+                for worker in self._workers():
+                    if worker not in self._asked:
+                        self._asked.add(worker)
+                        tasks.create_task(self._collect(worker))
+                await stepped.next()
 
     async def collect(self) -> None:
-        """Collect the records once."""
-        workers = [*self._workers()]
-        known, self._known = self._known, workers
-        reports = await asyncio.gather(*map(_drain, workers))
-        present = [
-            (worker, report)
-            for worker, report in zip(workers, reports, strict=True)
-            if report is not None
-        ]
+        """Collect the last records of all actors that have answered before."""
+        self._write(self._tracer.drain())
+        known = [worker for worker in self._workers() if worker in self._known]
+        await asyncio.gather(*map(self._collect, known))
+
+    async def _collect(self, worker: Worker) -> None:
+        try:
+            batch: TraceBatch = await worker.call("drain_trace")
+        except WorkerDied:  # the caller of its other methods handles the death
+            return
+        finally:
+            self._asked.discard(worker)
+        self._write(batch)
+        if worker in self._known:
+            self._on_report(batch)
+        self._known.add(worker)
+
+    def _write(self, batch: TraceBatch) -> None:
         if self._file is not None:
-            for batch in (self._tracer.drain(), *(report for _, report in present)):
-                self._file.write(batch)
-        for worker, report in present:
-            if worker in known:
-                self._on_report(report)
-
-
-async def _drain(worker: Worker) -> TraceBatch | None:
-    try:
-        batch: TraceBatch = await worker.call("drain_trace")
-    except WorkerDied:  # the caller of its other methods handles the death
-        return None
-    return batch
+            self._file.write(batch)

@@ -62,6 +62,40 @@ def test_the_start_of_an_actor_is_no_time_of_waiting() -> None:
     asyncio.run(scenario())
 
 
+def test_an_actor_that_starts_delays_no_report() -> None:
+    class Starting(Actor):
+        async def call(self, method: str) -> TraceBatch:
+            await started.wait()
+            return await super().call(method)
+
+    started = asyncio.Event()
+    workers: list[Any] = [Actor("rollout-0", 0.5), Starting("environment-0.1", 9.0)]
+    reported: list[str] = []
+    stepped = AsyncCondition()
+    collector = TraceCollector(
+        None,
+        lambda: workers,
+        tracer=Tracer("controller"),
+        on_report=lambda report: reported.append(report.process),
+    )
+
+    async def scenario() -> None:
+        running = asyncio.create_task(collector.run(stepped))
+        await _settled()
+        for _ in range(2):
+            stepped.notify()
+            await _settled()
+        assert reported == ["rollout-0", "rollout-0"]
+        started.set()
+        await _settled()
+        stepped.notify()
+        await _settled()
+        assert sorted(reported[2:]) == ["environment-0.1", "rollout-0"]
+        running.cancel()
+
+    asyncio.run(scenario())
+
+
 async def _settled() -> None:
     """Let the collector run until it waits for the next step."""
     for _ in range(20):

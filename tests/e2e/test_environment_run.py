@@ -193,6 +193,19 @@ def test_a_plain_environment_that_fails_drops_its_groups(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_sampling_turns_is_work_of_the_replica(tmp_path: Path) -> None:
+    job = run(recipe(tmp_path), arguments(tmp_path, "--num-steps", "12"), tmp_path)
+    assert job.returncode == 0, job.output
+    lines = read_metrics(tmp_path / "runs" / "play" / "metrics.jsonl")
+    measured = [line for line in lines if "time/work_s/rollout-0" in line]
+    assert measured
+    assert all(line["time/work_s/rollout-0"] > 0 for line in measured)
+    # The start of the replica, which takes seconds, is no waiting.
+    waited_s = sum(line["time/wait_s/rollout-0"] for line in measured)
+    assert waited_s < sum(line["time/step_s"] for line in lines)
+
+
+@pytest.mark.slow
 def test_guessing_is_learned_from_random_weights(tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "guess"
     job = run("recipes/guess.py", arguments(tmp_path, "--num-steps", "60"), tmp_path)
