@@ -15,6 +15,7 @@ LEARNING_RATE = "learning_rate"
 
 REWARD_MEAN = "reward/mean"
 REWARD_STD = "reward/std"  # population standard deviation over the rewards of the step
+REWARD_BEST_OF_GROUP = "reward/best_of_group"  # highest reward of a group, mean over groups
 # Mean over trained groups that the policy sampled and groups that a function over groups refused
 # since the previous step. It measures the policy if groups are selected by their rewards. It exists
 # from the first refusal or the first group of another run on.

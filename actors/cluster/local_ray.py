@@ -39,6 +39,7 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 from rlsys.common.background_tasks import start_thread
 from rlsys.common.environment_variables import variables
 from rlsys.common.keyboard_interrupt import INTERRUPTED
+from rlsys.common.number_text import counted
 from rlsys.common.option_names import option
 from rlsys.common.supervision import LOCAL_RAY, Supervisor
 from rlsys.engines.devices.network import loopback_variables
@@ -275,9 +276,9 @@ def _start(directory: Path, num_cpus: int | None) -> None:
                 num_attempts = LOCAL_RAY.restart.max_restarts + 1
                 cause = last_error_in_logs(directory) or last_line(error)
                 raise RayFailed(
-                    f"Ray did not start on this machine in {num_attempts} attempts: {cause}. "
-                    "Check memory, disk, processes (ulimit -u) and open files (ulimit -n) with "
-                    "rlsys doctor, and whether the machine is overloaded."
+                    f"Ray did not start on this machine in {counted(num_attempts, 'attempt')}: "
+                    f"{cause}. Check memory, disk, processes (ulimit -u) and open files "
+                    "(ulimit -n) with rlsys doctor, and whether the machine is overloaded."
                 ) from None
 
 

@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from rlsys.common.number_text import counted
 from rlsys.common.supervision import Decision, Policy, Supervisor
 
 from .calls import Worker, WorkerDied, as_future
@@ -156,9 +157,11 @@ class SupervisedPool:
         decision = self._supervisor.died(reason, running if is_ready else (), place=place)
         num_deaths = self._policy.poison.max_deaths
         for number in decision.drop:
-            self._dropped[number] = f"{num_deaths} workers in a row died with it: {reason}"
+            self._dropped[number] = (
+                f"{counted(num_deaths, 'worker')} in a row died with it: {reason}"
+            )
         if decision.gives_up and not is_ready:
             num_starts = self._policy.restart.max_restarts + 1
-            failed = f"{num_starts} workers in a row died before they were ready: {reason}"
+            failed = f"{counted(num_starts, 'worker')} in a row died while starting: {reason}"
             self._dropped.update(dict.fromkeys(running, failed))
         return decision

@@ -1,4 +1,4 @@
-"""Counters of an engine, reported once even if several policies share it.
+"""Counters and working time of an engine, reported once even if several policies share it.
 
 PolicyRollouts "rollout-0"       ─┐
 PolicyRollouts "rival-rollout-0" ─┴─► EngineLoad ─► trace and gauges of rollout-0
@@ -20,12 +20,23 @@ from ..cluster.gauges import (
 
 
 class EngineLoad:
-    """The load of one engine, under the name of the actor that has it."""
+    """Load of one engine, under the name of the actor that has it."""
 
     def __init__(self, engine: GenerationEngine, tracer: Tracer, gauges: Gauges) -> None:
         self._engine = engine
         self._tracer = tracer
         self._gauges = gauges
+
+    def book_work(self, tracer: Tracer, works: bool) -> None:
+        """Book the begin or end of a policy's work on the engine.
+
+        Work for another policy also counts under the name of the actor that has the engine.
+        """
+        for one in {tracer, self._tracer}:
+            if works:
+                one.job_begins()
+            else:
+                one.job_ends()
 
     def report(self) -> EngineStats:
         """Return the engine's counters after reporting them to the trace and to Prometheus."""

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ class PolicyRollouts:
         self._boundary = TokenizerBoundary(tokenizer) if tokenizer is not None else None
         self._tracer = tracer
         self._engine = engine
-        self._switch = WeightSwitch(self._engine)
+        self._switch = WeightSwitch(self._engine, on_work=partial(load.book_work, tracer))
         self._inbox = Inbox()
         self._receiver = GroupReceiver(ray.util.get_node_ip_address())
         self._store = StoreWriter(store)
@@ -91,7 +92,6 @@ class PolicyRollouts:
         self._priors: dict[str, Generation] = {}  # tokens that another replica sampled before
         self._num_reported: dict[str, int] = {}  # tokens of running requests in the store
         self._num_sampled = 0  # tokens at the last `collect`
-        self._is_released = self._works = False
         self._progress_at = time.monotonic()
         self._ended = LongPoll(self._switch.collect)
 
@@ -123,7 +123,6 @@ class PolicyRollouts:
             ]
         )
         self._requests.update((request.request_id, request) for request in requests)
-        self._count_work()
         self._priors.update(known)
         self._num_reported.update((name, len(prior.token_ids)) for name, prior in known.items())
 
@@ -172,7 +171,6 @@ class PolicyRollouts:
             _as_recorded(request, self._whole(generation))
             for request, generation in zip(requests, generations, strict=True)
         ]
-        self._count_work()
         for generation in generations:
             self._priors.pop(generation.request_id, None)
             self._num_reported.pop(generation.request_id, None)
@@ -217,7 +215,6 @@ class PolicyRollouts:
             self._requests.pop(name, None)
             self._priors.pop(name, None)
             self._num_reported.pop(name, None)
-        self._count_work()
         return Withdrawn(request_ids=list(stopped), parts=parts)
 
     async def _parts(self, generations: Sequence[Generation], at_least: int) -> list[StepPart]:
@@ -292,18 +289,6 @@ class PolicyRollouts:
         """Free the memory of the engine until new weights arrive."""
         with self._tracer.span("engine", "release"):
             await self._switch.release()
-        self._is_released = True
-        self._count_work()
-
-    def _count_work(self) -> None:
-        """Record that the engine works while it has requests and memory."""
-        works = bool(self._requests) and not self._is_released
-        if works != self._works:
-            self._works = works
-            if works:
-                self._tracer.job_begins()
-            else:
-                self._tracer.job_ends()
 
     async def abort(self, request_ids: list[str]) -> None:
         """Abort requests."""
@@ -333,12 +318,6 @@ class PolicyRollouts:
             MemoryGone: The version has been freed.
             DamagedWeightsError: The bytes differ from those that were published.
         """
-        pause_s = await self._take(manifest)
-        self._is_released = False
-        self._count_work()
-        return pause_s
-
-    async def _take(self, manifest: WeightManifest) -> float:
         if not manifest.shares:
             return await self._switch.switch(manifest)
         with (

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlsys.common.number_text import counted, significant
+from rlsys.common.number_text import counted, significant, span
 from rlsys.common.option_names import option
 from rlsys.config import RunConfig, TrainedRoleConfig
 from rlsys.config.toml_document import document, printable_line
@@ -200,7 +200,7 @@ def _data(flow: RunGraph, prompts: RowSource, tokenizer: Any) -> Iterator[str]:
     first, columns = prompts.at(0), [repr(name) for name in prompts.metadata_columns]
     if played := flow.all(PlayStage):
         environment = played[0].environment
-        yield f"data: {len(prompts):,} tasks of {environment.name}, the first one is:"
+        yield f"data: {counted(len(prompts), 'task')} of {environment.name}, the first one is:"
         yield from (f"  {name}: {printable_line(repr(x))}" for name, x in first.metadata.items())
         yield f"turns: {_turn_format(environment, tokenizer)}"
         return
@@ -324,7 +324,7 @@ def _links(
                 yield f"  {f'sent by rank {rank}':33}{_size(num_bytes)}"
         elif len(links.put) > 1:
             most, least = (_size(extreme(links.put)).strip() for extreme in (max, min))
-            yield f"  sent by each of {len(links.put)} ranks: {least} to {most}"
+            yield f"  sent by each of {len(links.put)} ranks: {span(least, most)}"
         yield f"  {'read by each replica':33}{_size(links.read)}"
     yield ""
 

@@ -17,6 +17,7 @@ from rlsys.common.async_condition import AsyncCondition
 from rlsys.common.safe_json import dump_json
 from rlsys.common.supervision import TRAINER_OPERATIONS, retried
 from rlsys.config import RunConfig
+from rlsys.config.fields import to_dict
 from rlsys.config.model_paths import with_absolute_paths
 from rlsys.controller.controller import Controller
 from rlsys.controller.generation_loop import PromptQueue
@@ -45,6 +46,7 @@ from rlsys.runs.checkpoint import Checkpoints
 from rlsys.runs.checkpoint_request import CheckpointRequest
 from rlsys.runs.evaluation_log import read_evaluations
 from rlsys.runs.export_seal import EarlyEnd
+from rlsys.runs.observe.advised_settings import advised_settings
 from rlsys.runs.observe.console import RunConsole
 from rlsys.runs.observe.step_log import read_lines
 from rlsys.runs.resume import History
@@ -64,7 +66,7 @@ from ..workers.evaluation_actor import EvaluationFactory, Evaluator
 from .capacity import machines_of, machines_to_check, require_fit
 from .factories import needs, replica_name, role_needs
 from .final_model import export_models
-from .plan_record import start_plan_record
+from .plan_record import cluster_of_run, live_nodes, start_plan_record
 from .run_events import RunEvents
 from .run_writers import RunWriters, open_writers
 from .worker_team import WorkerTeam, started_workers
@@ -156,6 +158,8 @@ class Job:
                 )
             if warning:
                 self._console.warn(warning)
+            devices = cluster_of_run(config, live_nodes())
+            self._console.settings = advised_settings(to_dict(config), devices)
             start_plan_record(
                 self._directory,
                 config,

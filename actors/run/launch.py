@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 from rlsys.common.manifest import OnBytes, ignore_bytes
+from rlsys.common.number_text import counted, span, verb
 from rlsys.common.option_names import on_command_line, option
 from rlsys.common.run_sync import run_to_end
 from rlsys.common.user_functions import FunctionFailed
@@ -386,7 +387,7 @@ def _prepare(
     if is_finished:
         end, last_step = early_end(directory.hf), exported_step(directory.hf) or config.num_steps
         if end is None:
-            console.note(f"{directory.path} already has all {config.num_steps} steps.")
+            console.note(f"{directory.path} already has {_all_steps(config.num_steps)}.")
         else:
             console.note(
                 f"{directory.path} has stopped early after step {last_step}: {end.reason}. Change "
@@ -458,15 +459,24 @@ def resume_note(history: History, config: RunConfig, directory: RunDirectory) ->
     """Return a sentence about where a resumed run continues."""
     step, last = history.checkpoint.step, history.last_step
     if step == config.num_steps:
+        all_steps = _all_steps(step)
+        trained = f"{all_steps[0].upper()}{all_steps[1:]} {verb(step)} trained."
         if not directory.hf.exists():
-            return f"All {step} steps are trained. Exporting the model to {directory.hf}."
+            return f"{trained} Exporting the model to {directory.hf}."
         faults = export_faults(directory.hf, run_id=directory.run_id)
         return (
-            f"All {step} steps are trained. Exporting the model to {directory.hf} again "
+            f"{trained} Exporting the model to {directory.hf} again "
             f"({first_few(faults or ['it is of an earlier step'])})."
         )
-    again = f" Steps {step + 1} to {last} are trained again." if last > step else ""
+    again = ""
+    if last > step:
+        steps = f"{verb(last - step, 'Step', 'Steps')} {span(step + 1, last)}"
+        again = f" {steps} {verb(last - step)} trained again."
     return f"Resuming from {history.checkpoint.path}.{again}"
+
+
+def _all_steps(number: int) -> str:
+    return f"{verb(number, 'its', 'all')} {counted(number, 'step')}"
 
 
 def _result(directory: RunDirectory) -> RunResult:

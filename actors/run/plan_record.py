@@ -57,7 +57,7 @@ def start_plan_record(
     """Write plan.json in a thread. A failure is logged, and the run goes on without the file."""
     if not isinstance(flow.source, GenerateStage):
         return
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    nodes = live_nodes()
     session = current_session()
     planning = session.planning if session is not None else None
 
@@ -96,7 +96,7 @@ def run_record(
     planning: RunPlanning | None,
 ) -> RunRecord:
     """Return the record of a run, with a prediction if one is possible."""
-    cluster = _named(nodes) if plans_gpus(config) else cores_of_this_machine()
+    cluster = cluster_of_run(config, nodes)
     record = RunRecord(
         cluster=cluster,
         prompt_tokens=mean_prompt_tokens(prompts),
@@ -116,6 +116,16 @@ def run_record(
     except ValueError as error:  # a model without a known shape, lengths beyond its context
         _log(error)
         return record
+
+
+def live_nodes() -> list[Mapping[str, float]]:
+    """Return the resources of Ray's nodes."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def cluster_of_run(config: RunConfig, nodes: Sequence[Mapping[str, float]]) -> str:
+    """Return the devices of a run, such as 1x2xCPU, or "" if they are unknown."""
+    return _named(nodes) if plans_gpus(config) else cores_of_this_machine()
 
 
 def _named(nodes: Sequence[Mapping[str, float]]) -> str:

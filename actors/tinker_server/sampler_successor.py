@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 
 from rlsys.common.background_tasks import report as report_error
 from rlsys.common.background_tasks import start_task
+from rlsys.common.number_text import counted
 from rlsys.common.supervision import SAMPLERS, Supervisor
 from rlsys.tinker_server.api_errors import PartDied
 
@@ -65,8 +66,8 @@ class Successor:
         if self._supervisor.died(reason).gives_up:
             count = SAMPLERS.restart.max_restarts + 1
             self._warn(
-                f"{reason}; {count} deaths in a row without a completion. The next request starts "
-                "another one."
+                f"{reason}; {counted(count, 'death')} in a row without a completion. The next "
+                "request starts another one."
             )
             return False
         self._warn(f"{reason}; another one replaces it")

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlsys.common.number_text import counted
 from rlsys.config import ModelConfig
 from rlsys.config.model_paths import absolute_path, rollout_with_absolute_paths
 from rlsys.errors import InvalidValue
@@ -83,7 +84,10 @@ async def serve(checked: CheckedServer) -> None:
 
     config, key, backend = checked.config, checked.key, checked.backend
     listening = checked.listening
-    print(f"starting {config.rollout.num_replicas} samplers of {config.model.path}", flush=True)
+    print(
+        f"starting {counted(config.rollout.num_replicas, 'sampler')} of {config.model.path}",
+        flush=True,
+    )
     try:
         await backend.start()
     except PartDied as death:

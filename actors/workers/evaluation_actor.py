@@ -22,6 +22,7 @@ import ray
 
 from rlsys import metrics
 from rlsys.common.async_condition import AsyncCondition
+from rlsys.common.number_text import counted
 from rlsys.common.supervision import EVALUATION, Decision
 from rlsys.config import RunConfig
 from rlsys.controller.step_hooks import BetweenSteps
@@ -61,8 +62,8 @@ class Found:
         """Return the result of sampled completions."""
         num_failed = sum(sampled.failed.values())
         warning = (
-            f"the reward of {num_failed} samples failed, and they are not counted. The first "
-            f"failure: {sampled.first_failure}"
+            f"the reward of {counted(num_failed, 'sample')} failed, which the scores leave "
+            f"out. The first failure: {sampled.first_failure}"
         )
         return cls(metrics=sampled.as_metrics(), warning=warning if num_failed else "")
 
@@ -179,7 +180,7 @@ class EvaluationActor(Heartbeat):
             self._blocked = blocked
             self._is_blocked.set()
 
-        with self._tracer.span("evaluation", "evaluate", model=Path(model).name):
+        with self._tracer.working("evaluation", "evaluate", model=Path(model).name):
             return await self._evaluate(model, count, block)
 
 

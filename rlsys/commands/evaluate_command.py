@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import rlsys
+from rlsys.common.number_text import counted
 from rlsys.common.run_sync import run_to_end
 from rlsys.common.safe_json import dump_json
 from rlsys.config.toml_document import document, stdout_to_stderr
@@ -147,11 +148,14 @@ def _checked(config: EvaluationConfig) -> list[str]:
         require(is_writable, "--out", config.out, rule="cannot be written", fix=OUT_FIX)
     if isinstance(scorer, Environment):
         tasks = check_played(config, scorer)
-        facts = [f"{len(tasks)} tasks, the first one:", _shown(tasks[0])]
+        facts = [f"{counted(len(tasks), 'task')}, the first one:", _shown(tasks[0])]
     else:
         prompts = check_model(config, scorer)
-        facts = [f"{len(prompts)} prompts, the first one:", *prompts[0].text.splitlines()]
-    facts.append(f"{config.num_samples} samples of each")
+        facts = [
+            f"{counted(len(prompts), 'prompt')}, the first one:",
+            *prompts[0].text.splitlines(),
+        ]
+    facts.append(f"{counted(config.num_samples, 'sample')} of each")
     facts.append("not checked: whether the weights fit into memory")
     return facts
 
@@ -185,7 +189,7 @@ def _recorder(out: IO[str] | None) -> OnSample:
             out.write(dump_json(_line(sample)) + "\n")
         if time.monotonic() >= reported_s + REPORT_EVERY_S:
             reported_s = time.monotonic()
-            print(f"{num} samples scored", file=sys.stderr, flush=True)
+            print(f"{counted(num, 'sample')} scored", file=sys.stderr, flush=True)
 
     return record
 
@@ -208,8 +212,9 @@ def _line(sample: Sample) -> dict[str, object]:
 
 
 def _print(config: EvaluationConfig, found: Evaluation) -> None:
-    unit = "tasks" if config.environment else "prompts"
-    print(f"{config.model.path}: {found.num_prompts} {unit}, {config.num_samples} samples each")
+    unit = "task" if config.environment else "prompt"
+    samples = counted(config.num_samples, "sample")
+    print(f"{config.model.path}: {counted(found.num_prompts, unit)}, {samples} each")
     width = max(map(len, found.estimates)) + 2
     print(f"{'':<{width}}{'value':>8}  95 % interval")
     for name, one in found.estimates.items():

@@ -34,6 +34,16 @@ def counted(number: int, singular: str, plural: str = "") -> str:
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
+def verb(number: int, singular: str = "is", plural: str = "are") -> str:
+    """Return the form of a verb that goes with a count."""
+    return singular if number == 1 else plural
+
+
+def span(first: object, last: object) -> str:
+    """Return a range, such as "3 to 5", or one value if both ends read alike."""
+    return f"{first}" if f"{first}" == f"{last}" else f"{first} to {last}"
+
+
 def significant(value: float, digits: int = 2) -> str:
     """Return a number with this many significant digits and without an exponent."""
     if value == 0 or not math.isfinite(value):

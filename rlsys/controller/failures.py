@@ -41,4 +41,4 @@ class FailedRewards:
                 f"{failure.reward!r}: {failure.message}\nNo step can be filled. Fix the "
                 f"{failure.what} and run again."
             )
-        state.drop(group_id, f"reward {failure.kind}")
+        state.drop(group_id, f"{failure.what} {failure.kind}")

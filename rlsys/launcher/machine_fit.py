@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from rlsys.common.number_text import counted
 from rlsys.config.machine import GIB, Machine
 
 # Parts of a GPU, as Ray counts them.
@@ -138,7 +139,7 @@ def _node_lines(node: NodeUse) -> Iterator[str]:
     yield f"host memory {size(node.host_bytes)}{of}"
     if node.devices and not any(device.demands for device in node.devices):
         yield (
-            f"  none of its {len(node.devices)} GPUs is used (trainer.num_gpus and "
+            f"  none of its {counted(len(node.devices), 'GPU')} is used (trainer.num_gpus and "
             "rollout.num_gpus reserve them)"
         )
         return

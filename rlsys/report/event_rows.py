@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlsys import metrics
+from rlsys.common.number_text import counted
 from rlsys.report.timeline import Mark, TraceReader
 
 DIED, JOINED, RESTARTED = "replica died", "replica joined", "trainer restarted"
@@ -123,7 +124,9 @@ def _evaluations(trace: TraceReader) -> list[dict[str, Any]]:
         waits = trace.waits_for(reason)
         if waits:
             total = sum(length for _, length in waits)
-            text = f"training waited {len(waits)} times; the last one is listed"
+            text = f"training waited {counted(len(waits), 'time')}"
+            if len(waits) > 1:
+                text += "; the last one is listed"
             events.append(_event(trace, waits[-1][0], f"{reason}s", text, total, False))
     return events
 

@@ -24,7 +24,7 @@ MAX_DROPPED = 200  # dropped groups that are listed, the newest ones
 
 # The last stage that a group has reached when it is dropped, by the first word of the reason.
 STAGES = ("issued", "sampled", "scored", "trained")
-LOST_AFTER = {"stale": "issued", "replica": "issued", "reward": "sampled"}
+LOST_AFTER = {"stale": "issued", "replica": "issued", "environment": "issued", "reward": "sampled"}
 OTHERS_LOST_AFTER = "scored"
 
 

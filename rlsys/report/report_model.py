@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from rlsys import metrics
+from rlsys.common.number_text import counted, verb
 from rlsys.common.safe_json import parse_json
 from rlsys.config import RunConfig
 from rlsys.config.fields import leaf_defaults
 from rlsys.errors import InvalidValue
+from rlsys.planner.run_record import read_record
 from rlsys.report import curve_sampling
 from rlsys.report.advisory_titles import ABOUT, SPEED, TITLES, anchor
 from rlsys.report.curve_sampling import reward_bands, rounded, sample_curves
@@ -134,12 +136,14 @@ class RunReader:
         if state.state == "running":
             started_s = self.files.config.stat().st_mtime
             findings += stalled(lines, started_s=started_s, now_s=self._clock())
+        points = _points(lines, evaluations)
         findings += diagnose(
             lines,
-            settings=advised_settings(config),
+            settings=advised_settings(config, _cluster(self.files)),
             samples=any(metrics.KL_SAMPLER_TRAINER in line for line in lines[-WINDOW:]),
+            evaluations=points,
         )
-        findings += overfits(_points(lines, evaluations))
+        findings += overfits(points)
         return [
             {
                 "kind": one.kind,
@@ -163,14 +167,15 @@ class RunReader:
         """Return sentences about data that the page does not contain."""
         notes = []
         if num_lanes := timeline["left_out"]:
-            notes.append(f"{num_lanes:,} lanes of the timeline are in trace.json only.")
+            lanes = f"{counted(num_lanes, 'lane')} of the timeline"
+            notes.append(f"{lanes} {verb(num_lanes)} in trace.json only.")
         if len(curves["steps"]) < len(lines):
             notes.append(
                 f"Curves show {len(curves['steps']):,} points of {len(lines):,} steps: the lowest "
                 "and the highest value of each interval."
             )
         if left := curves["left_out"]:
-            notes.append(f"{left:,} metrics are in metrics.jsonl only.")
+            notes.append(f"{counted(left, 'metric')} {verb(left)} in metrics.jsonl only.")
         if len(groups) < self._rollouts.num_groups:
             notes.append(
                 f"{len(groups):,} of {self._rollouts.num_groups:,} recorded groups are shown, "
@@ -255,6 +260,14 @@ def _priority(name: str) -> int:
     if name.startswith(("page/", "reward/", "kl/", "ratio/", "staleness/")):
         return 0
     return 2 if name.startswith(metrics.TIMING_FAMILIES) and name.count("/") > 1 else 1
+
+
+def _cluster(files: RunFiles) -> str:
+    """Return the devices of a run, or "" if they are unknown."""
+    try:
+        return read_record(files.plan).cluster
+    except ValueError:
+        return ""
 
 
 def _points(lines: Sequence[Line], evaluations: Sequence[Line]) -> list[EvaluationPoint]:

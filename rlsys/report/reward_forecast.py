@@ -26,7 +26,7 @@ def reward_forecast(lines: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     import numpy as np
 
     from rlsys.evaluation.scaling.laws import SIGMOID
-    from rlsys.evaluation.scaling.prediction import limits_of, predict, warnings
+    from rlsys.evaluation.scaling.prediction import limits_of, misfit, predict, warnings
     from rlsys.evaluation.scaling.series import read_series
 
     try:
@@ -38,12 +38,15 @@ def reward_forecast(lines: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         return {"text": f"No fit: {error.rule}."}
     except (ValueError, FloatingPointError, OverflowError) as error:  # rewards beyond all scales
         return {"text": f"No fit: {error}."}
+    if missed := misfit(found):
+        return {"text": f"No forecast: {missed}."}
     steps = np.linspace(float(found.fitted.compute[0]), found.until, POINTS)
     curve = found.fit.curve(steps)
-    at = found.reward
+    at, point = found.reward, found.point
     text = (
-        f"Sigmoid fit: {at.value:.3g} expected at step {found.until:,.0f} "
-        f"(95 % interval {at.low:.3g} to {at.high:.3g})."
+        f"Sigmoid fit: {at.value:.3g} expected at step {found.until:,.0f} (95 % interval of the "
+        f"mean {at.low:.3g} to {at.high:.3g}, of a single step {point.low:.3g} to "
+        f"{point.high:.3g})."
     )
     value, low, high = ([rounded(float(x)) for x in row] for row in curve)
     return {

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from rlsys.common.number_text import counted
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.report.curve_sampling import rounded
 from rlsys.report.page import LARGEST, size_in_page
@@ -189,7 +190,7 @@ def _turns(turns: object) -> list[dict[str, Any]]:
     note = {
         "branch": 0,
         "role": "left out",
-        "text": f"{len(shown) - 2 * half} turns",
+        "text": counted(len(shown) - 2 * half, "turn"),
         "sampled": False,
     }
     return [*shown[:half], note, *shown[-half:]]

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlsys import metrics
-from rlsys.common.number_text import counted
+from rlsys.common.number_text import counted, span
 from rlsys.common.safe_json import canonical
 from rlsys.data.row_source import epoch_order
 from rlsys.data.swarm.shared_pool import SharedGroup
@@ -87,14 +87,17 @@ def audit(evidence: Evidence) -> Verdict:
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(past.reasons.items()))
     why = f" ({reasons})" if reasons else ""
     summary = (
-        f"{past.step} of {evidence.num_steps} steps, {counted(len(past.prompts), 'group')} issued, "
-        f"{len(past.trained)} trained, {len(past.dropped)} dropped{why}, "
+        f"{past.step} of {counted(evidence.num_steps, 'step')}, "
+        f"{counted(len(past.prompts), 'group')} issued, {len(past.trained)} trained, "
+        f"{len(past.dropped)} dropped{why}, "
         f"{len(past.open)} open, {past.num_reissued} sampled again, "
         f"{counted(past.num_resumes, 'resume')}, staleness at most {staleness} of "
         f"{evidence.max_staleness}, {counted(len(evidence.checkpoints), 'undamaged checkpoint')}"
     )
     if not evidence.events and not evidence.checkpoints:
-        summary = f"none of {evidence.num_steps} steps; it ended before it issued a group"
+        summary = (
+            f"none of {counted(evidence.num_steps, 'step')}; it ended before it issued a group"
+        )
     return Verdict(faults=faults, summary=summary, finished=past.is_finished)
 
 
@@ -260,8 +263,12 @@ def _metrics(past: LedgerHistory, evidence: Evidence) -> list[str]:
     # A process that is killed may have the last step in the ledger alone; a resume trains it again.
     lag = 0 if past.is_finished else 1
     if steps != [*range(1, len(steps) + 1)] or not past.step - lag <= len(steps) <= past.step:
-        shown = f"{len(steps)} lines" + (f", of steps {steps[0]} to {steps[-1]}" if steps else "")
-        faults.append(f"metrics.jsonl has {shown}, not one for each of {past.step} steps in order")
+        shown = counted(len(steps), "line") + (
+            f", of steps {span(steps[0], steps[-1])}" if steps else ""
+        )
+        faults.append(
+            f"metrics.jsonl has {shown}, not one for each of {counted(past.step, 'step')} in order"
+        )
     rollouts_per_step = evidence.groups_per_step * evidence.group_size
     for line in evidence.metrics:
         step = line[metrics.STEP]

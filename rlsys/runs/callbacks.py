@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Final
 
 from rlsys.common.background_tasks import report, start_thread
+from rlsys.common.number_text import counted, verb
 from rlsys.common.user_functions import is_deferred, misfit, name_of, raised
 from rlsys.errors import require
 
@@ -170,18 +171,21 @@ class CallbackThread:
             self._waiting.put_nowait(None)
             self._thread.join(timeout_s)
             if self._thread.is_alive():
+                left = self._waiting.qsize() - 1
                 self.warn(
                     f"the callbacks have not ended within {timeout_s:g} s. The run ends without "
-                    f"them, and up to {self._waiting.qsize() - 1} records are not handled."
+                    f"them, and up to {counted(left, 'record')} {verb(left)} not handled."
                 )
         if self.num_dropped:
             self.warn(
-                f"{self.num_dropped} records were not passed to a callback, because the functions "
-                f"took longer than the steps and {self.max_waiting} records were waiting."
+                f"{counted(self.num_dropped, 'record')} "
+                f"{verb(self.num_dropped, 'was', 'were')} not passed to a callback, "
+                "because the functions took longer than the steps and "
+                f"{self.max_waiting} records were waiting."
             )
         for name, count in self.num_failed.items():
             if count > 1:
-                self.warn(f"callback {name} has failed {count} times.")
+                self.warn(f"callback {name} has failed {counted(count, 'time')}.")
 
     def _run(self) -> None:
         while (record := self._waiting.get()) is not None:

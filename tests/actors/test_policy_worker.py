@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,6 +84,18 @@ class Named(Engine):
         return []
 
 
+class Held(Named):
+    """Engine whose requests end once `may_end` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end = asyncio.Event()
+
+    async def collect(self) -> list[Any]:
+        await self.may_end.wait()
+        return await super().collect()
+
+
 def test_an_actor_samples_turns_with_the_engine_of_their_policy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -128,6 +141,45 @@ def test_the_counters_of_a_shared_engine_are_reported_once(
         assert counters(await actor.drain_trace()) == {"running", "waiting"}
         assert counters(await actor.for_policy("rival", "drain_trace")) == set()
         assert shown.count("engine_running") == 1
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_turns_of_episodes_are_work_of_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has a request for 3 s, 1 s after the start, and 2 s pass after its end."""
+    monkeypatch.setattr(store_writer, "StoreClient", lambda address: Store())
+    now_ns = 0
+    gauges: Any = SimpleNamespace(set=lambda name, value: None)
+    own: Any = Held()
+    rival: Any = Held()
+    engines = PolicyEngines(own=own, others={"rival": rival})
+    actor_class: Any = RolloutActor.__ray_actor_class__  # type: ignore[attr-defined]
+    tracer = Tracer("rollout-0", clock=lambda: now_ns)
+    actor = actor_class(lambda: engines, None, gauges, None, tracer)
+    ask = Ask(episode="0.0", turn=0, request=REQUEST)
+
+    async def times() -> list[tuple[float, float]]:
+        batches = [await actor.drain_trace(), await actor.for_policy("rival", "drain_trace")]
+        return [(batch.work_s, batch.wait_s) for batch in batches]
+
+    async def turn(engine: Held, ask_of: Any, answers_of: Any) -> None:
+        nonlocal now_ns
+        now_ns += 1_000_000_000
+        await ask_of("environment-0", [ask], [])
+        now_ns += 3_000_000_000
+        engine.may_end.set()
+        await answers_of("environment-0")
+        now_ns += 2_000_000_000
+
+    async def scenario() -> None:
+        await turn(own, actor.ask, actor.answers)
+        assert await times() == [(3.0, 3.0), (0.0, 6.0)]
+        rivals = (
+            partial(actor.for_policy, "rival", "ask"),
+            partial(actor.for_policy, "rival", "answers"),
+        )
+        await turn(rival, *rivals)
+        assert await times() == [(3.0, 3.0), (3.0, 3.0)]  # they share the engine
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
 

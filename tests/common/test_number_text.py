@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlsys.common.number_text import counted, integer, number, significant
+from rlsys.common.number_text import counted, integer, number, significant, span, verb
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,14 @@ def test_units_of_one_are_singular() -> None:
     assert counted(1, "resume") == "1 resume"
     assert counted(0, "checkpoint") == "0 checkpoints"
     assert counted(2000, "query", "queries") == "2,000 queries"
+    assert [verb(number) for number in (0, 1, 2)] == ["are", "is", "are"]
+    assert verb(1, "was", "were") == "was"
+
+
+def test_a_range_of_one_is_its_value() -> None:
+    assert span(3, 5) == "3 to 5"
+    assert span(33, 33) == "33"
+    assert span("976.4 MiB", "976.4 MiB") == "976.4 MiB"
 
 
 def test_numbers_have_ascii_digits() -> None:

@@ -57,7 +57,7 @@ def playing(w: World, plays: Any, *, parts: tuple[str, ...] = ()) -> World:
 
 
 def failure(kind: Any = "exception") -> RewardFailure:
-    return RewardFailure(kind=kind, reward="game", message="no server")
+    return RewardFailure(kind=kind, reward="game", message="no server", what="environment")
 
 
 def test_what_episodes_are_worth_reaches_the_store() -> None:
@@ -127,7 +127,7 @@ def test_a_failed_episode_drops_its_group_once(
     assert len(trained) == w.ledger.num_trained == 16
     if dies_after is None:  # else some were played again, whose failure nobody was told
         assert not trained & hopeless
-    assert w.ledger.drop_reasons["reward exception"] <= len(w.observer.failures)
+    assert w.ledger.drop_reasons["environment exception"] <= len(w.observer.failures)
     assert w.store.bytes_live == w.store.num_rows == 0
 
 
@@ -135,6 +135,7 @@ def test_an_environment_that_always_fails_ends_the_run() -> None:
     w = playing(world(), lambda request: failure())
     with error_about(RewardsFailed, "8 groups", "'game': no server"):
         run_in_virtual_time(w.run())
+    assert w.ledger.drop_reasons == {"environment exception": 7}  # the eighth ends the run
 
 
 def task_of(request: GenerationRequest) -> Any:

@@ -187,8 +187,22 @@ def test_a_plain_environment_that_fails_drops_its_groups(tmp_path: Path) -> None
     lines = read_evaluations(directory / "evaluations.jsonl")
     assert [(line["eval/failed"], line["eval/prompts"]) for line in lines] == [(2, 2)] * 2
     audited(directory)
-    assert read_metrics(directory / "metrics.jsonl")[-1]["rollouts/dropped/reward exception"] > 0
+    last = read_metrics(directory / "metrics.jsonl")[-1]
+    assert last["rollouts/dropped/environment exception"] > 0
     assert not [one for one in records_of(directory) if one["row"]["number"] == 1]
+
+
+@pytest.mark.slow
+def test_sampling_turns_is_work_of_the_replica(tmp_path: Path) -> None:
+    job = run(recipe(tmp_path), arguments(tmp_path, "--num-steps", "12"), tmp_path)
+    assert job.returncode == 0, job.output
+    lines = read_metrics(tmp_path / "runs" / "play" / "metrics.jsonl")
+    measured = [line for line in lines if "time/work_s/rollout-0" in line]
+    assert measured
+    assert all(line["time/work_s/rollout-0"] > 0 for line in measured)
+    # The start of the replica, which takes seconds, is no waiting.
+    waited_s = sum(line["time/wait_s/rollout-0"] for line in measured)
+    assert waited_s < sum(line["time/step_s"] for line in lines)
 
 
 @pytest.mark.slow

@@ -111,6 +111,28 @@ def test_updates_during_generation_load_at_once() -> None:
     asyncio.run(scenario())
 
 
+def test_an_engine_works_while_it_has_requests() -> None:
+    async def scenario() -> None:
+        engine = ScriptedEngine()
+        works: list[bool] = []
+        switch = WeightSwitch(engine, on_work=works.append)
+        switch.submit(requests("a", "b"))
+        switch.submit(requests("c"))
+        engine.ended.put_nowait(["a", "c"])
+        await switch.collect()
+        assert works == [True]
+        engine.ended.put_nowait(["b"])
+        await switch.collect()
+        assert works == [True, False]
+        await switch.drained()
+        switch.submit(requests("d"))  # held until the weights arrive
+        assert works == [True, False]
+        await switch.switch(MANIFEST)
+        assert works == [True, False, True]
+
+    asyncio.run(scenario())
+
+
 def test_delayed_updates_wait_for_running_and_hold_new_requests() -> None:
     async def scenario() -> None:
         engine = ScriptedEngine()

@@ -313,6 +313,17 @@ def test_four_runs_side_by_side(browser: Any, tmp_path: Path) -> None:
         assert shown.page.locator(".run").count() == 4
         shown.page.locator("#stability .plot .u-legend .u-series").first.wait_for()
         assert shown.page.locator("#stability .plot").first.locator(".u-series").count() == 5
+        histograms = shown.page.locator("#stability figure", has=shown.page.locator(".histogram"))
+        titles = histograms.locator("h3").all_inner_texts()
+        assert titles == [f"Staleness of run{i}" for i in range(4)]
+        assert [
+            f"1: {4 * (20 + i) - 4} of {4 * (20 + i)}" in label
+            for i, label in enumerate(
+                histograms.locator(".histogram").evaluate_all(
+                    "all => all.map((one) => one.getAttribute('aria-label'))"
+                )
+            )
+        ] == [True] * 4
         shown.page.locator("nav select").select_option("2")
         shown.page.locator("#ledger h2", has_text="run2").wait_for()
         assert shown.text("#configuration tbody th") == "num_steps"

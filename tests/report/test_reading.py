@@ -150,10 +150,12 @@ def test_the_funnel_adds_up() -> None:
         ("train", {"oldest_versions": {3: 0, 4: 0}, "step": 1}),
         ("reissue", {"group_id": 7, "version": 0}),
         ("train", {"oldest_versions": {5: 0, 6: 1}, "step": 2}),
+        ("issue", {"group_id": 8, "prompt_index": 8, "version": 2}),
+        ("drop", {"group_id": 8, "reason": "environment timeout"}),
     )
     funnel = reader.funnel()
     assert [(s["name"], s["groups"], s["lost"]) for s in funnel["stages"]] == [
-        ("issued", 8, {"stale": 1}),
+        ("issued", 9, {"environment timeout": 1, "stale": 1}),
         ("sampled", 6, {"reward timeout": 1}),
         ("scored", 5, {"refused": 1}),
         ("trained", 4, {}),
@@ -164,6 +166,7 @@ def test_the_funnel_adds_up() -> None:
         (0, "stale", 0),
         (1, "reward timeout", 0),
         (2, "refused", 0),
+        (8, "environment timeout", 2),
     ]
 
 

@@ -12,7 +12,7 @@ withdraw:           abort                               another engine continues
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rlsys.common.async_condition import AsyncCondition
 from rlsys.engines.generation.continuation import continued, merged
@@ -21,10 +21,20 @@ from rlsys.types import FinishReason, Generation, GenerationRequest, WeightManif
 
 
 class WeightSwitch:
-    """A layer in front of an engine, through which every request is submitted and collected."""
+    """A layer in front of an engine, through which every request is submitted and collected.
 
-    def __init__(self, engine: GenerationEngine) -> None:
+    Args:
+        engine: The engine.
+        on_work: Called with True when the engine gets its first request, and with False when it has
+            none left. Held requests are not in the engine.
+    """
+
+    def __init__(
+        self, engine: GenerationEngine, *, on_work: Callable[[bool], None] = lambda works: None
+    ) -> None:
         self._engine = engine
+        self._on_work = on_work
+        self._works = False
         self._running: dict[str, GenerationRequest] = {}  # by id, in the order of submission
         self._partial: dict[str, Generation] = {}  # what requests had sampled at `release`
         self._held: list[list[GenerationRequest]] = []  # batches, kept whole
@@ -43,6 +53,7 @@ class WeightSwitch:
             return
         self._engine.submit([self._rest(request) for request in requests])
         self._running.update((request.request_id, request) for request in requests)
+        self._report_work()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Cancel requests; `collect` returns each, held ones after the next `switch`."""
@@ -84,6 +95,7 @@ class WeightSwitch:
                 self._running.pop(generation.request_id, None)
                 self._partial.pop(generation.request_id, None)
                 self._cancelled.discard(generation.request_id)
+            self._report_work()
             self._ended.notify()
             if ended:
                 return ended
@@ -148,6 +160,11 @@ class WeightSwitch:
         finally:
             await self._engine.resume()
         return time.perf_counter() - start
+
+    def _report_work(self) -> None:
+        if self._works != bool(self._running):
+            self._works = not self._works
+            self._on_work(self._works)
 
     def _rest(self, request: GenerationRequest) -> GenerationRequest:
         partial = self._partial.get(request.request_id)

@@ -17,6 +17,7 @@ from rlsys.evaluation.scaling.series import UNITS, Series
 
 Limits = tuple[float, float]
 PASS_RATE: Limits = (0.0, 1.0)
+RECENT = 10  # last points, whose mean a run has reached
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,9 @@ class Prediction:
     until: float
     """Compute at which the reward is predicted."""
     reward: Interval
-    """The curve there."""
+    """The curve there, a mean over steps."""
+    point: Interval
+    """A single point there, which also has noise."""
     held_out: HeldOutEnd | None
 
     @property
@@ -98,13 +101,17 @@ def predict(
     except InvalidValue as error:
         raise error.within(f"{series.name}, {series.metric}: ") from error
     at = until * float(series.compute[-1])
-    value, low, high = map(float, found.curve(np.array([at]))[:, 0])
+    reward, point = (
+        Interval(value=float(value), low=float(low), high=float(high))
+        for value, low, high in (of(np.array([at]))[:, 0] for of in (found.curve, found.points))
+    )
     return Prediction(
         fitted=fitted,
         fit=found,
         limits=limits,
         until=at,
-        reward=Interval(value=value, low=low, high=high),
+        reward=reward,
+        point=point,
         held_out=_compare(found, series.part(stop, num_points)) if stop < num_points else None,
     )
 
@@ -135,6 +142,7 @@ def describe(prediction: Prediction) -> list[str]:
     ]
     lines += [_row(name, one) for name, one in found.parameters.items()]
     lines.append(_row(f"R({_short(prediction.until)})", prediction.reward))
+    lines.append(_row("a point there", prediction.point))
     if (end := prediction.held_out) is not None:
         lines.append(
             f"  held out: {len(end.points.reward)} points, {end.within:.0%} in the 95 % band; "
@@ -165,7 +173,26 @@ def warnings(prediction: Prediction) -> list[str]:
             "the points do not show where the curve levels off: A and C_mid have no upper bound. "
             "Train longer, or give the metric's limits."
         )
+    if missed := misfit(prediction):
+        texts.append(f"{missed}. Give the metric's limits, or leave out more with --skip.")
     return texts
+
+
+def misfit(prediction: Prediction) -> str:
+    """Return how a rising curve excludes what the run has reached, or "" if it does not.
+
+    The interval of the curve is that of a mean over steps, so that a single step may exceed it.
+    """
+    series, high = prediction.fitted, prediction.reward.high
+    first, last = prediction.fit.curve(series.compute[[0, -1]])[0]
+    num = min(RECENT, len(series.reward))
+    reached = float(series.reward[-num:].mean())
+    if last < first or reached <= high:
+        return ""
+    return (
+        f"the run has reached {reached:.3g}, the mean of its last {num} points, and the curve has "
+        f"at most {high:.3g} at {_short(prediction.until)}, so it does not fit"
+    )
 
 
 def as_dict(prediction: Prediction) -> dict[str, Any]:
@@ -185,6 +212,7 @@ def as_dict(prediction: Prediction) -> dict[str, Any]:
         "levels_off_unknown": found.at_edge,
         "warnings": warnings(prediction),
         "predicted": {"at": prediction.until, **interval_dict(prediction.reward)},
+        "predicted_point": interval_dict(prediction.point),
         "held_out": None
         if end is None
         else {

@@ -33,6 +33,11 @@ function short(value) {
   return String(Number(value.toPrecision(4)));
 }
 
+/** Return a count with its unit: 1 group, 2 groups. */
+function counted(number, singular) {
+  return `${short(number)} ${singular}${number === 1 ? "" : "s"}`;
+}
+
 /** Return seconds as a text: 420 ms, 12.3 s, 3 min 12 s, 2 h 05 min. */
 function seconds(value) {
   if (value === null || value === undefined) return "–";

@@ -181,7 +181,7 @@ function groupDetail(entry) {
 function card(rollout, entry) {
   const parts = Object.entries(rollout.rewards).map(([name, value]) => `${name} ${short(value)}`);
   const facts = [
-    `reward ${short(rollout.reward)}`, `advantage ${short(rollout.advantage)}`, `${rollout.num_tokens} tokens`,
+    `reward ${short(rollout.reward)}`, `advantage ${short(rollout.advantage)}`, counted(rollout.num_tokens, "token"),
     rollout.finish, rollout.staleness ? `${rollout.staleness} stale` : null,
     rollout.is_greedy ? "greedy baseline" : null, rollout.shared_by ? `of run ${rollout.shared_by}` : null,
   ].filter(Boolean);

@@ -129,19 +129,22 @@ function evaluations(model) {
 }
 
 function stability(model) {
-  const run = model.runs[chosenRun];
   const clip = model.runs.some((one) => one.curves.series["ratio/clipped_frac"]) ? "ratio/clipped_frac" : "ratio/masked_frac";
-  const counts = Object.entries(run.staleness.groups).map(([value, count]) => [Number(value), count]);
-  const note = run.staleness.bound === null ? "trained groups by age of their oldest token, in steps"
-    : `trained groups by age of their oldest token, in steps; the bound is ${run.staleness.bound}`;
   return el("div", { class: "charts" },
     chart("Entropy", metricLines(model, "entropy"), { note: "nats per token" }),
     chart("Sampler–trainer gap", metricLines(model, "kl/sampler_trainer"), { note: "kl/sampler_trainer, nats per token" }),
     chart("Gradient norm", metricLines(model, "grad_norm"), { note: "before clipping" }),
     chart("Clip share", metricLines(model, clip), { note: `${clip}, share of tokens` }),
     chart("Groups without a signal", metricLines(model, "groups/zero_advantage_frac"), { note: "share with equal rewards" }),
-    histogram("Staleness", counts, run.staleness.bound, note),
+    model.runs.map((run) => staleness(run, model.runs.length > 1)),
     anyMetric(model));
+}
+
+function staleness(run, isNamed) {
+  const { groups, bound } = run.staleness;
+  const counts = Object.entries(groups).map(([value, count]) => [Number(value), count]);
+  const note = "trained groups by age of their oldest token, in steps" + (bound === null ? "" : `; the bound is ${bound}`);
+  return histogram(isNamed ? `Staleness of ${run.name}` : "Staleness", counts, bound, note);
 }
 
 let chosenMetric = "completion/tokens_mean";
@@ -200,8 +203,9 @@ function funnel(run) {
       el("strong", {}, short(stage.groups)), lost.length ? el("span", { class: "losses" }, lost) : null);
   });
   const rollouts = run.group_size > 1 ? ` Each group has ${run.group_size} rollouts.` : "";
-  const notes = [`${short(open)} groups have not ended.`, reissued ? `${short(reissued)} times a group was sampled again.` : "",
-    skipped ? `${short(skipped)} prompts were skipped.` : ""].filter(Boolean).join(" ");
+  const notes = [`${counted(open, "group")} ${open === 1 ? "has" : "have"} not ended.`,
+    reissued ? `${counted(reissued, "time")} a group was sampled again.` : "",
+    skipped ? `${counted(skipped, "prompt")} ${skipped === 1 ? "was" : "were"} skipped.` : ""].filter(Boolean).join(" ");
   return el("div", {},
     el("p", { class: "note" }, `Every group of rollouts that was issued, and where it ended.${rollouts} ${notes}`),
     el("ol", { class: "funnel" }, bars),

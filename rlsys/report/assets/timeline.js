@@ -21,7 +21,7 @@ class Timeline {
     this.from = this.first;
     this.to = this.last;
     this.canvas = el("canvas", { tabindex: 0, role: "img", "aria-label":
-      `Timeline of ${model.lanes.length} lanes. Arrow keys move, plus and minus zoom, 0 shows all. ` +
+      `Timeline of ${counted(model.lanes.length, "lane")}. Arrow keys move, plus and minus zoom, 0 shows all. ` +
       "The tables below have the sums." });
     this.status = el("output", { class: "status", "aria-live": "polite" }, " ");
     this.root = el("div", { class: "timeline" },
@@ -164,7 +164,7 @@ class Timeline {
       return;
     }
     const [start, length, kind, count, within] = span;
-    const merged = count ? `, ${count} spans, ${seconds(within)} within them` : "";
+    const merged = count ? `, ${counted(count, "span")}, ${seconds(within)} within them` : "";
     this.status.textContent = `${lane.process} · ${lane.track}: ${this.model.kinds[kind]}, ` +
       `${seconds(length)} at ${seconds(start - this.first)}${merged}`;
   }

@@ -1,6 +1,6 @@
 """Settings of a run on which the fixes of findings depend.
 
-config.json or to_dict(config) ─► advised_settings ─► rlsys.runs.observe.diagnosis
+config.json or to_dict(config), machines ─► advised_settings ─► rlsys.runs.observe.diagnosis
 
 A fix must be one that the user can follow: no replica can be removed from one, and float32 has no
 more precise alternative.
@@ -8,6 +8,8 @@ more precise alternative.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +34,8 @@ class AdvisedSettings:
         max_running: rollout.max_running.
         shares_devices: Whether sampling and training take turns on the same devices, so that
             neither can be too slow for the other.
+        has_room: Whether the machines have cores, or GPUs, for one more replica.
+        found: Kinds of findings so far. Later fixes must not undo theirs.
     """
 
     max_staleness: int = 1
@@ -44,6 +48,8 @@ class AdvisedSettings:
     engine: str = "torch"
     max_running: int = 256
     shares_devices: bool = False
+    has_room: bool = True
+    found: frozenset[str] = frozenset()
 
     @property
     def precision_fix(self) -> str:
@@ -59,6 +65,17 @@ class AdvisedSettings:
         return "lower asynchrony.max_staleness" if self.max_staleness >= self.updates else ""
 
     @property
+    def staler_fix(self) -> str:
+        """A change after which more rollouts are in progress, or "" if the data is too stale."""
+        is_too_stale = self.found & {"kl_sampler_trainer", "diverging"}
+        return "" if is_too_stale else "raise asynchrony.max_staleness"
+
+    @property
+    def shorter_fix(self) -> str:
+        """A change after which completions are shorter, or "" if they are cut off already."""
+        return "" if "truncated" in self.found else "lower sampling.max_tokens"
+
+    @property
     def cache_fix(self) -> str:
         """A change with which an engine has more memory for keys and values."""
         vllm_on_gpus = self.on_gpus and self.engine == "vllm"
@@ -72,12 +89,20 @@ class AdvisedSettings:
     @property
     def more_generation_fix(self) -> str:
         """A change with which more is generated at a time."""
+        if not self.has_room:
+            devices = "GPUs" if self.on_gpus else "cores"
+            return f"use machines with more {devices}, because these have none left"
         cores = "" if self.on_gpus else ", or their cores (rollout.num_cpus)"
         return f"raise rollout.num_replicas{cores}"
 
 
-def advised_settings(config: Mapping[str, Any]) -> AdvisedSettings:
-    """Return the settings of a configuration as config.json has it; others have their default."""
+def advised_settings(config: Mapping[str, Any], cluster: str = "") -> AdvisedSettings:
+    """Return the settings of a configuration as config.json has it; others have their default.
+
+    Args:
+        config: The configuration.
+        cluster: Devices of the run, such as 1x2xCPU or 2x8xH100, or "" if they are unknown.
+    """
     own = AdvisedSettings()
 
     def value(name: str, default: Any) -> Any:
@@ -99,7 +124,38 @@ def advised_settings(config: Mapping[str, Any]) -> AdvisedSettings:
         engine=value("rollout.engine", own.engine),
         max_running=max(1, value("rollout.max_running", own.max_running)),
         shares_devices=value("placement", "") == "colocated",
+        has_room=bool(urls) or _has_room(config, cluster),
     )
+
+
+def _has_room(config: Mapping[str, Any], cluster: str) -> bool:
+    """Return whether one more replica fits onto the devices, True if that is unknown."""
+    devices = re.fullmatch(r"(?:([0-9]+)x)?([0-9]+)x(\S+)", cluster)
+    joins = isinstance(address := _section(config, "cluster").get("address"), str)
+    if devices is None or (joins and address != "local"):
+        return True
+    kind = "num_cpus" if devices[3].upper() == "CPU" else "num_gpus"
+    total = int(devices[1] or 1) * int(devices[2])
+    return total - _reserved(config, kind) >= _number(_section(config, "rollout").get(kind))
+
+
+def _reserved(section: Mapping[str, Any], kind: str) -> float:
+    """Return the cores or GPUs that all workers of a configuration reserve."""
+    total = sum(_reserved(one, kind) for one in section.values() if isinstance(one, Mapping))
+    if isinstance(layout := section.get("layout"), str):  # such as dp2tp4
+        num_workers: float = math.prod(map(int, re.findall("[0-9]+", layout)))
+    else:
+        num_workers = _number(section.get("num_replicas", section.get("num_workers", 1)))
+    return total + num_workers * _number(section.get(kind))
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = config.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _number(value: object) -> float:
+    return value if isinstance(value, int | float) else 0.0
 
 
 def sentence(changes: Sequence[str]) -> str:

@@ -22,16 +22,17 @@ from rich.console import Console
 from rich.text import Text
 
 from rlsys import metrics
+from rlsys.common.number_text import counted
 from rlsys.common.user_functions import printable
 from rlsys.runs.observe.advised_settings import AdvisedSettings
 from rlsys.runs.observe.diagnosis import (
     HISTORY,
     WINDOW,
     EvaluationPoint,
-    Finding,
     diagnose,
     overfits,
 )
+from rlsys.runs.observe.finding import Finding
 from rlsys.runs.observe.phases import TICK_S, Output, Phase, Phases
 from rlsys.runs.observe.records import RolloutRecord
 from rlsys.runs.observe.summary import (
@@ -44,7 +45,7 @@ from rlsys.runs.observe.summary import (
 from rlsys.runs.run_outcome import Outcome
 
 HEADER_EVERY = 20  # step lines
-WARN_EVERY = 20  # steps between two warnings of the same kind
+GONE_AFTER = 20  # steps without a finding after which it is shown again when it comes back
 TREND_CELLS = 8  # each the mean of an eighth of the run so far
 STEPS_OF_ESTIMATE = 20  # whose mean time estimates the time of later steps
 MAX_SAMPLE_CHARACTERS = 600  # of a prompt or completion; rollouts.jsonl has all of it
@@ -99,11 +100,10 @@ LEFT_WIDTH = 5  # of the last column, the time that the run will still take
 
 @dataclass
 class ShownWarning:
-    """Steps at which a problem was found and shown."""
+    """A problem that was shown, and the step at which it was last found."""
 
     kind: str
-    found_at: int = 0
-    warned_at: int | None = None
+    found_at: int
 
 
 class RunConsole:
@@ -111,7 +111,7 @@ class RunConsole:
 
     Args:
         num_steps: Steps of the run.
-        settings: Settings of the run, on which advice depends.
+        settings: Settings of the run, on which advice depends. They may be set anew.
         rollouts_per_step: Rollouts of a step, for its progress.
         samples: Whether rollouts are sampled, not read from a dataset.
         print_every: Steps between samples.
@@ -138,7 +138,7 @@ class RunConsole:
         self._clock = clock
         self.phases = Phases(self._console, clock, tick_s=tick_s)
         self._num_steps = num_steps
-        self._settings = settings
+        self.settings = settings
         self._rollouts_per_step = rollouts_per_step
         self._samples = samples
         self._print_every = print_every
@@ -213,8 +213,9 @@ class RunConsole:
         findings = diagnose(
             list(self._recent),
             first=self._first,
-            settings=self._settings,
+            settings=self.settings,
             samples=self._samples,
+            evaluations=self._evaluations,
         )
         for finding in findings:
             self._warn(finding, step)
@@ -282,7 +283,7 @@ class RunConsole:
         self.phases.stop()
         summary = summarize(lines, self._dropped)
         done = int(lines[-1][metrics.STEP]) if lines else 0
-        title = f"{outcome.capitalize()}: {done} of {self._num_steps} steps."
+        title = f"{outcome.capitalize()}: {done} of {counted(self._num_steps, 'step')}."
         if self._first_step_s is not None:
             title += f" The first step was finished after {duration(self._first_step_s)}."
         rows = summary_rows(summary) if lines or summary.dropped else []
@@ -340,21 +341,18 @@ class RunConsole:
         return max(len(self._leading), 7)
 
     def _warn(self, finding: Finding, step: int) -> None:
-        """Show a finding, unless it was shown recently.
+        """Show a finding once, and again only after it has not been found for GONE_AFTER steps.
 
         Two findings may contradict each other, such as two bottlenecks of a balanced run. The one
-        that was shown first is kept until it has not been found for a while.
+        that was shown first is kept until it has not been found for as long.
         """
         topic = finding.topic or finding.kind
         shown = self._shown_warnings.get(topic)
-        if shown is None or step - shown.found_at >= WARN_EVERY:
-            shown = self._shown_warnings[topic] = ShownWarning(finding.kind)
-        if shown.kind != finding.kind:
-            return
-        shown.found_at = step
-        if shown.warned_at is None or step - shown.warned_at >= WARN_EVERY:
-            shown.warned_at = step
+        if shown is None or step - shown.found_at >= GONE_AFTER:
+            self._shown_warnings[topic] = ShownWarning(finding.kind, step)
             self.warn(finding.message)
+        elif shown.kind == finding.kind:
+            shown.found_at = step
 
     def _sample(self, record: RolloutRecord) -> None:
         components = ", ".join(f"{name} {value:z.3g}" for name, value in record.rewards.items())
@@ -376,7 +374,7 @@ class RunConsole:
         for number, turn in enumerate(turns):
             if left_out > 0 and half <= number < half + left_out:
                 if number == half:
-                    self._print(f"  [... {left_out} turns ...]")
+                    self._print(f"  [... {counted(left_out, 'turn')} ...]")
                 continue
             if number == 0 or turns[number - 1]["branch"] != turn["branch"]:
                 names = [f"branch {turn['branch']}"] if turn["branch"] else []

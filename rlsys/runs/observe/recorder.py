@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rlsys import metrics
 from rlsys.common.async_condition import AsyncCondition
-from rlsys.common.number_text import counted
+from rlsys.common.number_text import counted, verb
 from rlsys.controller.state import RolloutNote, RunningGroup, TrainedStep
 from rlsys.dataflow.scheduling.ledger import Ledger
 from rlsys.rewards import RewardFailure
@@ -137,16 +137,16 @@ class Recorder:
         self._next_failure_warning = 2 * total
         by = ", ".join(f"{kind} {n:,}" for kind, n in self._num_failed.most_common())
         self._console.warn(
-            f"{total:,} rollouts failed since step {self._ledger.step} ({by}). Each drops its "
-            f"group, and a step needs {self._groups_per_step:,} complete groups. Fix the most "
-            f"frequent failure, here {failure.reward!r}."
+            f"{counted(total, 'rollout')} failed since step {self._ledger.step} ({by}). Each drops "
+            f"its group, and a step needs {counted(self._groups_per_step, 'complete group')}. Fix "
+            f"the most frequent failure, here {failure.reward!r}."
         )
 
     def parts_missing(self, parts: Sequence[str], given: Sequence[str], num_episodes: int) -> None:
         """Warn that no episode has returned a reward part that the graph names."""
         self._console.warn(
-            f"flow.play(parts={[*parts]}): none of the first {num_episodes:,} episodes has "
-            "returned a number of that name or passed one to chat.reward, so its column is 0. "
+            f"flow.play(parts={[*parts]}): none of the first {counted(num_episodes, 'episode')} "
+            "has returned a number of that name or passed one to chat.reward, so its column is 0. "
             f"Their parts are {[*given]}. Name one of these, or return it from every episode."
         )
 
@@ -164,10 +164,11 @@ class Recorder:
         rewards = self._refused_rewards
         mean = f" The mean of their rewards is {statistics.fmean(rewards):.3g}." if rewards else ""
         self._console.warn(
-            f"{total:,} groups were refused since step {self._ledger.step} ({by}), and a step "
-            f"needs {self._groups_per_step:,} that are not.{mean} A function that returns None for "
-            "nearly every group keeps the run from continuing. Fix it, choose other prompts, or "
-            "raise group_size or sampling.temperature."
+            f"{counted(total, 'group')} {verb(total, 'was', 'were')} refused since step "
+            f"{self._ledger.step} ({by}), and a step needs {self._groups_per_step:,} that "
+            f"{verb(self._groups_per_step)} not.{mean} A function that returns None for nearly "
+            "every group keeps the run from continuing. Fix it, choose other prompts, or raise "
+            "group_size or sampling.temperature."
         )
 
     def replica_died(self, name: str, reason: str, *, num_continued: int, num_dropped: int) -> None:
@@ -197,8 +198,7 @@ class Recorder:
             self._rollouts.go_back(step)
         undone = ""
         if lost_steps:
-            verb = "is" if lost_steps == 1 else "are"
-            undone = f"; {counted(lost_steps, 'step')} {verb} trained again"
+            undone = f"; {counted(lost_steps, 'step')} {verb(lost_steps)} trained again"
         self._console.warn(
             f"{reason}; the trainer continues after step {step}, {seconds:.1f} s later{undone}"
         )
@@ -366,18 +366,23 @@ def _engine_load(report: TraceBatch) -> dict[str, float]:
 def _rollout_metrics(trained: TrainedStep) -> dict[str, float]:
     notes = [note for group in trained.groups for note in group.rollouts if not note.is_greedy]
     columns: defaultdict[str, list[float]] = defaultdict(list)
+    best_of_group: list[float] = []
     for group in trained.groups:
-        for name, values in _trained_columns(trained, group).items():
+        of_group = _trained_columns(trained, group)
+        for name, values in of_group.items():
             columns[name] += values
+        if of_group.get(REWARD):
+            best_of_group.append(max(of_group[REWARD]))
     components: dict[str, list[float]] = {}
     for note in notes:
         for name, value in note.components.items():
             components.setdefault(name, []).append(value)
-    advantages = [of_group.get(ADVANTAGES, ()) for of_group in trained.columns.values()]
+    advantages = [values.get(ADVANTAGES, ()) for values in trained.columns.values()]
     line = {metrics.column_mean(name): statistics.fmean(x) for name, x in columns.items()}
     line.pop(metrics.column_mean(ADVANTAGES), None)
     if REWARD in columns:
         line[metrics.REWARD_STD] = statistics.pstdev(columns[REWARD])
+        line[metrics.REWARD_BEST_OF_GROUP] = statistics.fmean(best_of_group)
     if any(advantages):
         line[metrics.ZERO_ADVANTAGE_FRAC] = statistics.fmean(not any(x) for x in advantages)
     return line | {

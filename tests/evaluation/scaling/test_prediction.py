@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,11 @@ from rlsys.evaluation.scaling.prediction import (
     as_dict,
     describe,
     limits_of,
+    misfit,
     predict,
     warnings,
 )
+from rlsys.evaluation.scaling.scaling_fit import Interval
 from rlsys.evaluation.scaling.series import Against
 from rlsys.runs.observe.metrics_file import read_metrics
 from tests.errors import invalid
@@ -91,6 +94,33 @@ def test_points_with_similar_errors_cause_a_warning() -> None:
     (warning,) = (text for text in warned_of(rising + waves) if "neighbouring" in text)
     assert "12 count as 1, too few for 4 parameters" in warning
     assert not warnings(last_third(0.05))
+
+
+def test_a_curve_below_what_the_run_has_reached_does_not_fit() -> None:
+    """The last ten points have the mean 0.5 + 0.01 * (40 + ... + 49) / 10 = 0.945."""
+    series = Series(
+        name="", metric="", against="step", compute=steps(50), reward=0.49 + 0.01 * steps(50)
+    )
+    found = predict(series, SIGMOID, skip=0.0, held_out=0.0, until=2.0, limits=None)
+    assert misfit(found) == ""
+    below, at = (
+        replace(found, reward=Interval(value=0.9, low=0.85, high=high)) for high in (0.944, 0.946)
+    )
+    assert "0.945" in misfit(below)
+    assert any(misfit(below) in warning for warning in warnings(below))
+    assert misfit(at) == ""
+
+
+def test_a_single_step_may_exceed_the_interval_of_the_mean() -> None:
+    """A plateau at 1.4 with a deviation of 0.06: 1.96 * 0.06 = 0.12 to both sides of a step."""
+    noise = 0.06 * np.random.default_rng(1).standard_normal(60)
+    reward = 0.5 + 0.9 * (1 - np.exp(-steps(60) / 6)) + noise
+    series = Series(name="", metric="", against="step", compute=steps(60), reward=reward)
+    found = predict(series, SIGMOID, skip=0.05, held_out=0.0, until=2.0, limits=None)
+    assert found.reward.high - found.reward.low < 0.1
+    assert reward.max() > found.reward.high
+    assert found.point.high - found.point.low == pytest.approx(0.24, abs=0.05)
+    assert misfit(found) == ""
 
 
 def test_a_falling_curve_causes_a_warning() -> None:

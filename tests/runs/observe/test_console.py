@@ -320,14 +320,16 @@ def test_a_stream_without_unicode_gets_question_marks(encoding: str) -> None:
     assert screen.lines[1].split()[2] == "_"
 
 
-def test_a_warning_is_repeated_only_after_twenty_steps() -> None:
+def test_a_warning_is_shown_once_and_again_when_it_comes_back() -> None:
+    """The mean over five steps is above 80 % until step 61, and again from step 96 on."""
     screen = Screen()
     warned = []
-    for step in range(1, 51):
+    for step in range(1, 131):
         before = len(screen.lines)
-        screen.run.step(step_line(step, groups__zero_advantage_frac=0.92))
-        warned += [step for line in screen.lines[before:] if line.startswith("warning: 92% of gr")]
-    assert warned == [5, 25, 45]
+        frac = 0.3 if 60 < step <= 91 else 0.92
+        screen.run.step(step_line(step, groups__zero_advantage_frac=frac))
+        warned += [step] * any(line.startswith("warning: ") for line in screen.lines[before:])
+    assert warned == [5, 96]
 
 
 def test_a_balanced_run_gets_one_bottleneck_warning() -> None:
@@ -342,9 +344,8 @@ def test_a_balanced_run_gets_one_bottleneck_warning() -> None:
             staleness__mean=0.0 if waits else 1.0,
         )
         screen.run.step(line)
-    warnings = [line for line in screen.lines if line.startswith("warning: ")]
-    assert len(warnings) >= 3
-    assert len({line.split(":")[1].split(" ")[1] for line in warnings}) == 1, warnings
+    (warning,) = [line for line in screen.lines if line.startswith("warning: ")]
+    assert warning.startswith("warning: the trainer waits")
 
 
 def test_another_bottleneck_is_shown_after_the_first_has_ended() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 from recipes.ppo import PPOConfig
 from rlsys.config import (
     AsyncConfig,
+    ClusterConfig,
     DataConfig,
     ModelConfig,
     RolloutConfig,
@@ -28,6 +31,7 @@ from rlsys.metrics import (
 from rlsys.runs.observe.advised_settings import AdvisedSettings, advised_settings
 from rlsys.runs.observe.configuration_advice import configuration_warnings
 from rlsys.runs.observe.diagnosis import diagnose
+from rlsys.runs.observe.speed_findings import BOTTLENECK
 
 HEALTHY: Mapping[str, float] = {
     "reward/mean": 0.5,
@@ -148,6 +152,99 @@ def test_on_policy_training_is_advised_to_overlap() -> None:
     assert "max_staleness" not in found(lines(time__trainer_idle_s=1.9), 1)["trainer_idle"]
 
 
+def test_advice_that_no_machine_can_follow_is_not_given() -> None:
+    waiting = lines(time__trainer_idle_s=1.9)
+    message = found(waiting, has_room=False)["trainer_idle"]
+    assert "num_replicas" not in message
+    assert "num_cpus" not in message
+    assert "sampling.max_tokens" in message
+    assert "max_staleness=1" in found(waiting, 0, has_room=False)["trainer_idle"]
+    full = requests_wait(running=10.0, waiting=20.0, kv_usage=0.9)
+    assert "num_replicas" in found(full)["memory_bound"]
+    assert "num_replicas" not in found(full, has_room=False)["memory_bound"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "cluster", "has_room"),
+    [
+        ({}, "1x2xCPU", False),  # a trainer and a replica
+        ({}, "2xCPU", False),
+        ({}, "1x3xCPU", True),
+        ({"rollout": RolloutConfig(num_replicas=2)}, "1x3xCPU", False),
+        ({"trainer": TrainerConfig(layout="dp2tp2")}, "1x5xCPU", False),
+        ({"trainer": TrainerConfig(layout="dp2tp2")}, "1x6xCPU", True),
+        ({}, "", True),  # unknown
+        ({"cluster": ClusterConfig(address="auto")}, "1x2xCPU", True),
+    ],
+)
+def test_the_room_for_another_replica_is_what_the_run_leaves(
+    changes: dict[str, Any], cluster: str, has_room: bool
+) -> None:
+    config = to_dict(RunConfig(**changes))
+    assert advised_settings(config, cluster).has_room == has_room
+
+
+def test_roles_take_room_too() -> None:
+    """Trainer 1, replica 1, critic 1, reference 0.4 and reward model 0.4 are 3.8 cores."""
+    config = to_dict(PPOConfig())
+    assert not advised_settings(config, "4xCPU").has_room
+    assert advised_settings(config, "5xCPU").has_room
+
+
+def test_gpus_are_the_room_of_replicas_with_gpus() -> None:
+    config = RunConfig(
+        rollout=RolloutConfig(num_replicas=4, num_gpus=1), trainer=TrainerConfig(num_gpus=1)
+    )
+    assert not advised_settings(to_dict(config), "1x5xH100").has_room
+    assert advised_settings(to_dict(config), "2x8xH100").has_room
+
+
+ENGINE = {"engine/running/rollout-0": 10.0, "engine/kv_usage/rollout-0": 0.9}
+OPPOSED = {
+    "asynchrony.max_staleness": ("lower", "raise|set"),
+    "sampling.max_tokens": ("lower", "raise"),
+    "rollout.num_replicas": ("remove replicas", "raise"),
+}
+
+
+MEASURED = {
+    "completion/truncated_frac": [0.0, 0.5],
+    "kl/sampler_trainer": [0.0, 0.2],
+    "staleness/mean": [0.0, 1.0],
+    "time/trainer_idle_s": [0.1, 0.6, 1.9],
+    "engine/waiting/rollout-0": [0.0, 90.0],
+    "time/work_s/rollout-0": [0.1, 1.9],
+    "time/work_s/rollout-1": [0.1, 1.9],
+}
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("has_room", [True, False])
+@pytest.mark.parametrize("growth", [1.0, 20.0])
+def test_the_findings_of_a_run_do_not_contradict_each_other(
+    max_staleness: int, has_room: bool, growth: float
+) -> None:
+    settings = AdvisedSettings(max_staleness=max_staleness, num_replicas=2, has_room=has_room)
+    kinds: set[str] = set()
+    for values in itertools.product(*MEASURED.values()):
+        line = {**dict(zip(MEASURED, values, strict=True)), **ENGINE}
+        waits = {n.replace("work", "wait"): 2.0 - s for n, s in line.items() if "work_s" in n}
+        run = [
+            {**one, **line, **waits, "grad_norm": growth if at >= 15 else 1.0}
+            for at, one in enumerate(lines(20))
+        ]
+        findings = diagnose(run, settings=settings)
+        kinds |= {one.kind for one in findings}
+        assert sum(one.topic == BOTTLENECK for one in findings) <= 1
+        text = " ".join(one.fix.lower() for one in findings)
+        for setting, sides in OPPOSED.items():
+            advised = [re.search(rf"({side})[^.,]*?{re.escape(setting)}", text) for side in sides]
+            assert not all(advised), text
+        assert has_room or "raise rollout.num_replicas" not in text
+        assert all(len(one.fix) > 1 for one in findings)
+    assert {"trainer_idle", "stages_slow", "replicas_idle", "memory_bound", "truncated"} <= kinds
+
+
 def idle_replicas(*, count: int) -> list[dict[str, float]]:
     work = {actor_work_s(f"rollout-{number}"): 0.1 for number in range(count)}
     waits = {actor_wait_s(f"rollout-{number}"): 4.9 for number in range(count)}
@@ -253,6 +350,8 @@ def test_failed_rewards_are_found_at_once_with_their_reasons() -> None:
     assert "7 rollouts" in message
     assert "(timeout 6, exception 1)" in message
     assert "2 steps" in message
+    (message,) = found([{**run[0], "rewards/failed": 1}]).values()
+    assert "1 rollout " in message
 
 
 def test_missing_metrics_are_no_finding() -> None:

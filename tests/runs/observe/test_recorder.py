@@ -84,6 +84,7 @@ def test_a_greedy_baseline_is_recorded_and_in_no_mean() -> None:
     watcher.step_trained(TrainedStep(step=1, result=result, groups=[group], columns=columns))
     (line,) = lines
     assert (line["reward/mean"], line["reward/std"]) == (0.25, 0.0)
+    assert line["reward/best_of_group"] == 0.25  # without the baseline
     assert (line["completion/tokens_mean"], line["completion/truncated_frac"]) == (3, 0)
     assert line["groups/zero_advantage_frac"] == 0
     assert [(one.is_greedy, one.staleness, one.reward) for one in records] == [

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from rlsys.common.number_text import counted
 from rlsys.runs.observe.trackers.tracker_kinds import TRACKERS, TrackerKind
 from rlsys.runs.observe.trackers.tracker_process import TrackerLimits, TrackerProcess
 
@@ -99,12 +100,12 @@ class RunTrackers:
         if ended_after:
             parts.append(f"it was ended {ended_after} after the end of the run")
         if tracker.num_failures > 1:
-            parts.append(f"it failed {tracker.num_failures} times")
+            parts.append(f"it failed {counted(tracker.num_failures, 'time')}")
         if skipped := tracker.skipped:
             parts.append(f"it could not take {', '.join(skipped)}")
         if (position := tracker.position.metrics) < self._last_step:
             parts.append(
-                f"it has {position} of {self._last_step} steps; {COPY_COMMAND} {self._directory} "
-                f"{tracker.name} copies the others"
+                f"it has {position} of {counted(self._last_step, 'step')}; {COPY_COMMAND} "
+                f"{self._directory} {tracker.name} copies the others"
             )
         return f"tracker {tracker.name}: {'; '.join(parts)}" if parts else ""
