@@ -195,7 +195,8 @@ async def _dry_run(
                     ready, read.graph, read.shape, warm_start=warm_start is not None
                 )
             capacity = check_run(ready, read.graph, read.shape, machines, disk_bytes=required_bytes)
-        text = describe(
+        text = await asyncio.to_thread(  # a simulation has a loop of its own
+            describe,
             ready,
             read.graph,
             read.shape,
