@@ -143,6 +143,7 @@ def _prediction(
         f"predicted step     {significant(step.step_s)} s (80 %: {significant(step.low_s)} to "
         f"{significant(step.high_s)} s)"
     )
+    yield f"  method           {found.method}"
     yield from (f"  assumed          {assumption}" for assumption in found.assumptions)
     yield ""
 

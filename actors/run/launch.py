@@ -196,7 +196,8 @@ async def _dry_run(
                     ready, read.graph, read.shape, warm_start=warm_start is not None
                 )
             capacity = check_run(ready, read.graph, read.shape, machines, disk_bytes=required_bytes)
-        text = describe(
+        text = await asyncio.to_thread(  # a simulation has a loop of its own
+            describe,
             ready,
             read.graph,
             read.shape,
@@ -299,7 +300,8 @@ def _close(
 ) -> None:
     """Record how the run ended, write its report page, and print the closing summary.
 
-    The summary of a run that is ended early comes first, because the process may be killed soon.
+    The summary of a run that is ended early comes first, because the process may be killed soon. It
+    lists the two files, and a warning follows if one cannot be written.
     """
     is_finished = outcome == "finished"
     warnings = record_end(directory, outcome) if is_finished else []
@@ -310,6 +312,7 @@ def _close(
         predicted=prediction_rows(directory, lines),
         evaluations=_readable(directory.evaluations),
         directory=directory.path,
+        written_next=() if is_finished else (directory.outcome.name, directory.report.name),
         next_command=next_command(directory, outcome),
     )
     if not is_finished:

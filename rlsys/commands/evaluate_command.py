@@ -43,7 +43,7 @@ from rlsys.evaluation.model_evaluation import (
     evaluate_model,
     evaluate_played,
 )
-from rlsys.evaluation.pass_at_k import as_metrics
+from rlsys.evaluation.pass_at_k import ROUNDING, as_metrics
 from rlsys.rewards import Reward, RewardResult
 from rlsys.rewards.named_rewards import REWARD_FIX, named_function, named_reward
 
@@ -211,6 +211,12 @@ def _line(sample: Sample) -> dict[str, object]:
     return line | {"failed": outcome.kind, "message": outcome.message}
 
 
+def _at_most(number: float) -> str:
+    """Return a number with few digits that is not larger."""
+    short = f"{number:g}"
+    return short if float(short) <= number + ROUNDING else repr(number)
+
+
 def _print(config: EvaluationConfig, found: Evaluation) -> None:
     unit = "task" if config.environment else "prompt"
     samples = counted(config.num_samples, "sample")
@@ -223,6 +229,12 @@ def _print(config: EvaluationConfig, found: Evaluation) -> None:
         f"completions: {found.tokens_mean:.0f} tokens on average, {found.truncated_frac:.0%} "
         f"truncated at {config.sampling.max_tokens}; {found.seconds:.1f} s"
     )
+    if (highest := found.common_maximum) is not None:
+        print(
+            f"hint: no score reaches right_at={config.right_at:g}, so eval/pass@k is 0. Many "
+            f"samples have the highest score, {highest:g}. If these are right, add "
+            f"--right-at {_at_most(highest)}"
+        )
     if found.failed:
         print(
             f"warning: the reward of {sum(found.failed.values())} samples failed. They are not "

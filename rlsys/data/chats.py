@@ -198,9 +198,12 @@ class ChatColumn:
         found: list[list[int]] = []
         for text, is_reply in pieces:
             if is_reply:
-                found += boundary.encode_written([text], where)
+                found += boundary.encode_written([text], where, change="the row")
             else:
-                found.append(encoder.encode(text, after=found[-1][-1], cache={}, where=where))
+                after = found[-1][-1]
+                found.append(
+                    encoder.encode(text, after=after, cache={}, where=where, change="the row")
+                )
         return found
 
 

@@ -88,7 +88,7 @@ class CompletionColumn:
     def _tokens(self, texts: Sequence[str], where: str) -> list[list[int]]:
         return [
             self.boundary.ended(token_ids)
-            for token_ids in self.boundary.encode_written(texts, where)
+            for token_ids in self.boundary.encode_written(texts, where, change="the row")
         ]
 
 
@@ -105,9 +105,9 @@ def encode_examples(
     where = f"WarmStart.batches, step {step}"
     prompts = [prompt for prompt, _ in examples]
     for prompt in prompts:
-        boundary.alphabet.check(prompt, where)
+        boundary.alphabet.check(prompt, where, change="the example")
     starts = boundary.encode_prompts(prompts, with_opening=True)
-    written = boundary.encode_written([text for _, text in examples], where)
+    written = boundary.encode_written([text for _, text in examples], where, change="the example")
     return (
         [[*start, *boundary.ended(text)] for start, text in zip(starts, written, strict=True)],
         [len(start) for start in starts],

@@ -113,7 +113,7 @@ class PromptRenderer:
             raise InvalidValue(where, None, rule="is null", fix="Fill it, or leave the row out.")
         require(isinstance(value, str), where, value, rule="is not a text", fix="Give a string.")
         require(value != "", where, value, rule="is empty", fix="Leave the row out.")
-        return check_encodable(str(value), where)
+        return check_encodable(str(value), where, change="the row")
 
     def messages(self, value: object, where: str) -> list[Message]:
         """Return the messages of a chat, or of a user's text, after the configured system message.
@@ -175,7 +175,7 @@ class PromptRenderer:
             rule=f"the model's chat template does not write messages with the role {unwritten!r}",
             fix="Change the role, or leave the message out.",
         )
-        return check_encodable(text, where)
+        return check_encodable(text, where, change="the messages")
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of rendered prompts."""

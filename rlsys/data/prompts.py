@@ -355,7 +355,7 @@ class PromptSource(RowSource):
         values = zip(self._values(self._config.prompt_column), self._tools(), strict=True)
         for number, (value, tools) in enumerate(values):
             text = self._text(self._prompt_value(value, number), self._name(number), tools)
-            alphabet.check(text, self._name(number))
+            alphabet.check(text, self._name(number), change="the row")
             # A token covers at least a byte, except for added tokens. So only a text with more
             # bytes than the limit has to be tokenized.
             if len(text.encode()) + num_added > self._limit:

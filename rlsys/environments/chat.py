@@ -27,6 +27,10 @@ class RefusedTurn(EpisodeOver):
     """End of an episode whose reply `parse` rejected."""
 
 
+class UnreadableError(EpisodeOver):
+    """End of an episode whose policy made a wrong call and has no tokens for the error."""
+
+
 class Chat:
     """A conversation of an episode.
 
@@ -128,7 +132,9 @@ class Chat:
     ) -> Any:
         """Send `text`, run the tool calls of each reply and return the first reply without calls.
 
-        The calls of one reply run concurrently. The arguments are those of calling the chat.
+        The calls of one reply run concurrently. A wrong call gives an error as output; if the
+        policy has no tokens for its text, the episode ends with the environment's format_reward.
+        The arguments are those of calling the chat.
         """
         if text is not None:
             self._add("user", text)
@@ -136,7 +142,7 @@ class Chat:
         while self._turn is not None and (calls := self._turn.message.get("tool_calls")):
             if self._episode.is_over:
                 break
-            self._messages += await self._tools.call_all(calls)
+            self._messages += await self._tools.call_all(calls, check_error=self._check_readable)
             reply = await self._reply(max_tokens)
         return reply if parse is None else parsed(parse, reply, is_frozen=self.is_frozen)
 
@@ -195,6 +201,20 @@ class Chat:
                 "chat", text, rule="messages must be texts", fix="Use chat(str(...))."
             )
         self._messages.append({"role": role, "content": text})
+
+    def _check_readable(self, error: str) -> None:
+        """Raise UnreadableError if the policy has no token for a character of an error text.
+
+        A model of a few characters has none for the words of the system. The mistake is the
+        policy's, so its episode gets a reward instead of failing.
+        """
+        lost = None
+        if not self.is_frozen:
+            lost = self._episode.codec.boundary.alphabet.first_lost(error)
+        if lost is not None:
+            raise UnreadableError(
+                f"a tool call failed, and the model has no token for {lost!r} in {error!r}"
+            )
 
     async def _reply(self, max_tokens: int | None) -> str:
         turn = await self._episode.turn(

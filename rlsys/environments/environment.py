@@ -223,7 +223,8 @@ def environment(
         tool_format: Format in which the model writes tool calls ("hermes", "llama3", ..., or a
             ToolFormat). Empty: that of the chat template.
         format_reward: Reward, in place of the function's, of an episode that ends because `parse`
-            rejected a reply or because the environment called the chat after `chat.done`.
+            rejected a reply, because the environment called the chat after `chat.done`, or because
+            a tool call failed and the model has no tokens for the text of the error.
         num_retries: New attempts after one that raised or timed out. Then the group is dropped.
         seats: Names of the players, such as the two sides of a game; see `chat.seat(name)`.
         group_reward: A function of the rollouts of a group that returns a number for each. It is

@@ -46,7 +46,7 @@ from rlsys.environments.environment import Environment
 from rlsys.environments.episode_host import Ended, EpisodeHost
 from rlsys.environments.workers.loop_watchdog import Blocked
 from rlsys.errors import require
-from rlsys.evaluation.pass_at_k import Estimate, as_metrics, bootstrap, evaluate
+from rlsys.evaluation.pass_at_k import Estimate, as_metrics, bootstrap, common_maximum, evaluate
 from rlsys.evaluation.playing import EpisodePlayer, warn_blocked
 from rlsys.evaluation.seats import SeatModel
 from rlsys.rewards import (
@@ -195,6 +195,7 @@ class Evaluation:
             have their own, such as "eval/found/mean".
         num_prompts: Number of prompts or tasks in the estimates.
         num_left_out: Number of prompts with fewer scored samples than the largest k.
+        common_maximum: Highest score, if it is below right_at and many samples have it.
         failed: Number of samples whose reward failed, by reason. They are in no estimate.
         first_failure: Message of the first failure.
         tokens_mean: Mean length of completions.
@@ -205,6 +206,7 @@ class Evaluation:
     estimates: Mapping[str, Estimate]
     num_prompts: int
     num_left_out: int
+    common_maximum: float | None = None
     failed: Mapping[str, int]
     first_failure: str | None
     tokens_mean: float
@@ -550,6 +552,7 @@ def _evaluation(config: EvaluationConfig, samples: Iterable[Sample], seconds: fl
         },
         num_prompts=len(enough),
         num_left_out=len(scored) - len(enough),
+        common_maximum=common_maximum(totals, right_at=config.right_at),
         failed=dict(Counter(one.kind for one in failures)),
         first_failure=first_failure,
         tokens_mean=sum(len(one.rollout.token_ids) for one in samples) / num_played,

@@ -19,6 +19,9 @@ from rlsys.errors import InvalidValue, require
 # Rounding errors of a weighted sum of rewards must not turn a right sample into a wrong one.
 ROUNDING = 1e-9
 
+# Share of samples with the highest score from which it may be that of right samples.
+MANY = 0.1
+
 NUM_RESAMPLES, RESAMPLES_AT_ONCE = 2000, 50
 Z = 1.959963984540054  # standard normal quantile of 0.975
 
@@ -101,6 +104,24 @@ def evaluate(
     means = [math.fsum(of_prompt) / len(of_prompt) for of_prompt in scores]
     estimates[metrics.mean_at(num_samples)] = bootstrap(means, seed=seed)
     return estimates
+
+
+def common_maximum(scores: Sequence[Sequence[float]], *, right_at: float) -> float | None:
+    """Return the highest score if it is too low to be right, but many samples have it.
+
+    It may be the score of a right sample whose reward has costs, or of another scale. None: a
+    sample is right, the highest score is not positive, or few samples have it.
+
+    Args:
+        scores: Scores of each prompt's samples.
+        right_at: Lowest score of a right sample.
+    """
+    every = [score for of_prompt in scores for score in of_prompt]
+    highest = max(every)
+    if highest >= right_at - ROUNDING or highest <= 0:
+        return None
+    num = sum(score >= highest - ROUNDING for score in every)
+    return highest if num >= MANY * len(every) else None
 
 
 def as_metrics(estimates: Mapping[str, Estimate]) -> dict[str, float]:

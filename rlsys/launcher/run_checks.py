@@ -39,7 +39,7 @@ from rlsys.engines.generation.interruption import interruption_of
 from rlsys.engines.models.model_shape import ModelShape, model_shape
 from rlsys.engines.models.scalar_lm import check_scalar_head
 from rlsys.environments.environment import Environment
-from rlsys.environments.episode_host import environment_template
+from rlsys.environments.episode_host import codec_of, environment_template
 from rlsys.environments.tools.tool_use import ToolUse
 from rlsys.errors import ErrorCollector, InvalidValue, require
 from rlsys.rewards import pack_rewards
@@ -227,7 +227,8 @@ def _check_environment(
     for tool in environment.tools:
         check_picklable(f"a tool of {named}", tool)
     _check_context(config, shape.max_context, "the model's context")
-    ToolUse(environment, environment_template(environment, tokenizer), asyncio.to_thread)
+    tools = ToolUse(environment, environment_template(environment, tokenizer), asyncio.to_thread)
+    codec_of(environment, tokenizer).check_template(tools.schemas)
 
 
 def _check_context(config: RunConfig, num_tokens: int, whose: str) -> None:

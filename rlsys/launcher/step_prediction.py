@@ -2,7 +2,8 @@
 
     config, graph, model, first prompts, devices ─► predict_step ─► seconds by part, assumptions
 
-The means of prompts are those of the data. Lengths of completions are assumed.
+The means of prompts are those of the data. Lengths of completions are assumed. The controller is
+simulated, as for the plans of `rlsys plan`, unless this takes too long.
 """
 
 from __future__ import annotations
@@ -30,20 +31,25 @@ from rlsys.planner.plan_request import (
     shape_of_run,
 )
 from rlsys.planner.plan_settings import plan_of
-from rlsys.planner.planning import predicted_step
-from rlsys.planner.run_plan import step_time
+from rlsys.planner.planning import predicted_step, simulated_estimate
+from rlsys.planner.run_plan import RunShape, step_time
 from rlsys.planner.run_record import PredictedStep, RecordedRole
+from rlsys.planner.run_simulation import NUM_STEPS
 from rlsys.planner.stack_profile import default_profile
 
 MAX_PROMPTS = 64  # whose lengths are averaged
 
+# Rollouts of the steps of a simulation: a few seconds on one core.
+MAX_SIMULATED_ROLLOUTS = 12_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepPrediction:
-    """A predicted step, and what was assumed for it."""
+    """A predicted step, what was assumed for it, and how it was predicted, in words."""
 
     step: PredictedStep
     assumptions: tuple[str, ...]
+    method: str
 
 
 def cores_of_this_machine() -> str:
@@ -72,7 +78,10 @@ def mean_prompt_tokens(prompts: RowSource) -> float:
 def predict_step(
     config: RunConfig, flow: RunGraph, shape: ModelShape, prompts: RowSource, cluster: str
 ) -> StepPrediction | None:
-    """Return the predicted step of a run that generates, in closed form.
+    """Return the predicted step of a run that generates.
+
+    It is that of a simulation, or of the closed form where a simulation takes more than a few
+    seconds or does not know the run.
 
     Args:
         config: The configuration, with the path of the model.
@@ -114,7 +123,15 @@ def predict_step(
     run, _ = shape_of_run(config, flow, request)
     run = replace(run, roles=(recorded_policy(config, flow, shape).role, *run.roles[1:]))
     devices, plan, constants = request.cluster, plan_of(config, flow), request.constants
-    estimate = step_time(run, devices, plan, constants=constants)
+    why_not = _not_simulated(config, flow, run)
+    if why_not:
+        estimate = step_time(run, devices, plan, constants=constants)
+        method = f"closed form, {why_not}"
+        if plan.placement == "colocated" and plan.max_staleness:
+            method += "; it counts no gain from staleness on shared devices"
+    else:
+        estimate, _ = simulated_estimate(config, flow, run, devices, plan, constants)
+        method = "simulation of the controller"
     assumptions = [
         prompt_text,
         f"completions of {completion_tokens:.0f} tokens on average, {ASSUMED_COMPLETION} of "
@@ -123,9 +140,25 @@ def predict_step(
     if flow.all(PlayStage):
         assumptions.append("episodes of one turn without tools")
     return StepPrediction(
-        step=predicted_step(run, devices, plan, estimate, constants),
+        step=predicted_step(run, devices, plan, estimate, constants, simulated=not why_not),
         assumptions=tuple(assumptions),
+        method=method,
     )
+
+
+def _not_simulated(config: RunConfig, flow: RunGraph, run: RunShape) -> str:
+    """Return why a run is not simulated; "" if it is."""
+    num_rollouts = run.workload.rollouts * NUM_STEPS
+    if num_rollouts > MAX_SIMULATED_ROLLOUTS:
+        return (
+            f"since a simulation of {NUM_STEPS} steps has {num_rollouts:,} rollouts, more than "
+            f"{MAX_SIMULATED_ROLLOUTS:,}"
+        )
+    if flow.partners:
+        return "since other models play seats"
+    if config.rollout.replay_routing:
+        return "since the run records experts"
+    return ""
 
 
 def _prompt_tokens(config: RunConfig, shape: ModelShape, prompts: RowSource) -> tuple[float, str]:

@@ -19,6 +19,7 @@ from rlsys.common.option_names import option
 from rlsys.config import RunConfig
 from rlsys.config.plan_session import request_plan
 from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.errors import InvalidValue
 from rlsys.planner.hardware import Cluster
 from rlsys.planner.plan_request import (
@@ -293,14 +294,29 @@ def simulate_plan(
 ) -> SimulatedPlan:
     """Return the plan with the time that the simulated controller takes."""
     changed = configured(config, one.settings)
-    result = simulate_run(changed, flow, shape, cluster, one.ranked.plan, constants)
+    estimate, result = simulated_estimate(changed, flow, shape, cluster, one.ranked.plan, constants)
+    return replace(
+        one, ranked=replace(one.ranked, estimate=estimate, simulated=True), result=result
+    )
+
+
+def simulated_estimate(
+    config: RunConfig,
+    flow: StageGraph,
+    shape: RunShape,
+    cluster: Cluster,
+    plan: RunPlan,
+    constants: Constants,
+) -> tuple[Estimate, SimulationResult]:
+    """Return the time of a step with the simulated controller, and what it found.
+
+    `plan` is the plan that the configuration states.
+    """
+    result = simulate_run(config, flow, shape, cluster, plan, constants)
     seconds = result.mean_step_s
     low, high = interval(seconds, constants.spreads.get("rl_step", 0.3))
     breakdown = {
         "trainer_idle": (1 - result.trainer_busy) * seconds,
         "trainer_busy": result.trainer_busy * seconds,
     }
-    estimate = Estimate(seconds=seconds, low=low, high=high, breakdown=breakdown)
-    return replace(
-        one, ranked=replace(one.ranked, estimate=estimate, simulated=True), result=result
-    )
+    return Estimate(seconds=seconds, low=low, high=high, breakdown=breakdown), result

@@ -12,7 +12,7 @@ import random
 
 from rlsys.config import RunConfig
 from rlsys.controller.simulation.timed_workers import DrawTools, no_tools
-from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.planner.hardware import Cluster
 from rlsys.planner.memory import kv_capacity
 from rlsys.planner.plan_settings import configured
@@ -41,7 +41,7 @@ TOOL_SPREAD = 0.5
 
 def simulate_run(
     config: RunConfig,
-    flow: Dataflow,
+    flow: StageGraph,
     shape: RunShape,
     cluster: Cluster,
     plan: RunPlan,

@@ -38,8 +38,8 @@ from rlsys.controller.simulation.timed_workers import (
 )
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.controller.state import OpenWork, TrainedStep
-from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.run_graph import RunGraph, complete_graph
+from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.dataflow.graph.stages import PlayStage
 from rlsys.dataflow.graph.store_layout import open_store
 from rlsys.dataflow.scheduling.ledger import Ledger
@@ -179,7 +179,7 @@ class _Times(Record):
 
 def simulate(
     config: RunConfig,
-    flow: Dataflow,
+    flow: StageGraph,
     *,
     replica: ReplicaModel,
     trainers: Mapping[str, TrainerModel],

@@ -29,22 +29,29 @@ class Alphabet:
         # A tokenizer without a backend raises.
         self._loses_nothing = self._backend is None or not any(map(self._is_lost, PROBES))
 
-    def check(self, text: str, where: str) -> None:
-        """Raise an InvalidValue about the field `where` if encoding would lose a character."""
-        if self._loses_nothing or self._known.issuperset(text):
-            return
-        for character in set(text) - self._known - self._unknown:
-            (self._unknown if self._is_lost(character) else self._known).add(character)
-        if self._unknown.isdisjoint(text):
-            return
-        lost = self._first_lost(text)
+    def check(self, text: str, where: str, *, change: str) -> None:
+        """Check that encoding loses no character of a text.
+
+        Raises:
+            InvalidValue: It would. The field is `where`, and the fix is to change `change`, such as
+                "the row".
+        """
+        lost = self.first_lost(text)
         require(
             lost is None,
             where,
             text,
             rule=f"contains the character {lost!r}, for which the model's tokenizer has no token",
-            fix="Add it to OwnModel.characters, use another model, or change the row.",
+            fix=f"Add it to OwnModel.characters, use another model, or change {change}.",
         )
+
+    def first_lost(self, text: str) -> str | None:
+        """Return the first character that encoding would lose; None if it loses none."""
+        if self._loses_nothing or self._known.issuperset(text):
+            return None
+        for character in set(text) - self._known - self._unknown:
+            (self._unknown if self._is_lost(character) else self._known).add(character)
+        return None if self._unknown.isdisjoint(text) else self._first_unknown(text)
 
     def _is_lost(self, character: str) -> bool:
         """Return whether the vocabulary has no token for a character.
@@ -60,8 +67,8 @@ class Alphabet:
             text = "".join(piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text))
         return text != ""
 
-    def _first_lost(self, text: str) -> str | None:
-        """Return the first lost character outside added tokens such as `<eos>`."""
+    def _first_unknown(self, text: str) -> str | None:
+        """Return the first unknown character outside added tokens such as `<eos>`."""
         for token in sorted(self._tokenizer.get_added_vocab(), key=len, reverse=True):
             text = text.replace(token, "")
         return next((character for character in text if character in self._unknown), None)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 from rlsys.text.tokenizer_boundary import (
@@ -84,7 +85,9 @@ class TextEncoder:
             end = start + 1
         return "".join([*parts, text[end:]])
 
-    def encode(self, text: str, *, after: int | None, cache: Cache, where: str) -> list[int]:
+    def encode(
+        self, text: str, *, after: int | None, cache: Cache, where: str, change: str
+    ) -> list[int]:
         """Return a new list of the tokens of a text.
 
         Args:
@@ -92,10 +95,12 @@ class TextEncoder:
             after: Token before the text; None for the first text of a path.
             cache: Tokens of the segments that the episode has encoded before.
             where: Name of the text in errors.
+            change: What the user can change, in errors, such as "the message".
 
         Raises:
             InvalidValue: The text has a character without a token.
         """
+        segment = partial(self._segment, cache=cache, where=where, change=change)
         token_ids: list[int] = []
         end = 0
         position = self._boundary.position(after)
@@ -104,11 +109,11 @@ class TextEncoder:
         if self._splits is not None:
             for found in self._splits.finditer(text):
                 if found.start() > end:
-                    token_ids += self._segment(text[end : found.start()], position, cache, where)
+                    token_ids += segment(text[end : found.start()], position)
                 token_ids.append(self._special[found.group().strip()])
                 end, position = found.end(), Position.SPECIAL
         if end < len(text):
-            token_ids += self._segment(text[end:], position, cache, where)
+            token_ids += segment(text[end:], position)
         return token_ids
 
     def num_tokens_beyond(self, text: str, max_tokens: int) -> int | None:
@@ -142,13 +147,15 @@ class TextEncoder:
         """Return the tokens of a text that follows another text, without special tokens."""
         return self._boundary.encode_plain(text, Position.TEXT)
 
-    def _segment(self, text: str, position: Position, cache: Cache, where: str) -> list[int]:
+    def _segment(
+        self, text: str, position: Position, *, cache: Cache, where: str, change: str
+    ) -> list[int]:
         if not self._boundary.has_positions:
             position = Position.TEXT
         token_ids = cache.get((text, position))
         if token_ids is None:
-            plain = check_encodable(unguarded(text), where)
-            self._boundary.alphabet.check(plain, where)
+            plain = check_encodable(unguarded(text), where, change=change)
+            self._boundary.alphabet.check(plain, where, change=change)
             token_ids = self._boundary.encode_plain(plain, position)
             self.num_encoded += len(plain)
             cache[text, position] = token_ids

@@ -107,17 +107,18 @@ class TokenizerBoundary:
         ]
         return [[*self.opening, *ids] if with_opening else list(ids) for ids in encoded]
 
-    def encode_written(self, texts: Sequence[str], where: str) -> list[list[int]]:
+    def encode_written(self, texts: Sequence[str], where: str, *, change: str) -> list[list[int]]:
         """Return the tokens of texts that follow other tokens, special tokens among them.
 
         Raises:
-            InvalidValue: No tokens decode to exactly one of the texts. The field is `where`.
+            InvalidValue: No tokens decode to exactly one of the texts. The field is `where`, and
+                the fix is to change `change`, such as "the row".
         """
-        return [self._encode_written(text, where) for text in texts]
+        return [self._encode_written(text, where, change) for text in texts]
 
-    def _encode_written(self, text: str, where: str) -> list[int]:
-        check_encodable(text, where)
-        self.alphabet.check(text, where)
+    def _encode_written(self, text: str, where: str, change: str) -> list[int]:
+        check_encodable(text, where, change=change)
+        self.alphabet.check(text, where, change=change)
         token_ids: list[int] = []
         end = 0
         for found in self._is_special.finditer(text) if self._is_special is not None else ():
@@ -133,17 +134,17 @@ class TokenizerBoundary:
             rule=f"no tokens of the model decode to exactly this text; the best ones decode to "
             f"{reprlib.repr(again)}, which differs from character "
             f"{_first_difference(text, again)} on",
-            fix="Change it, leave the row out, or use another model.",
+            fix=f"Change {change}, or use another model.",
         )
         return token_ids
 
     def must_encode(self, text: str, max_tokens: int, where: str) -> bool:
-        """Return whether a written text must be encoded to know that it fits into `max_tokens`.
+        """Return whether a text of a row must be encoded to know that it fits into `max_tokens`.
 
         Raises:
             InvalidValue: The text has half a character. The field is `where`.
         """
-        check_encodable(text, where)
+        check_encodable(text, where, change="the row")
         return not self.encodes_all or len(text.encode()) > max_tokens
 
     def ended(self, token_ids: list[int]) -> list[int]:
@@ -337,11 +338,12 @@ def text_behind(decode: Any, before: Sequence[int], token_ids: Sequence[int]) ->
     return str(whole.removeprefix(lead) if whole.startswith(lead) else decode(list(token_ids)))
 
 
-def check_encodable(text: str, where: str, *, fix: str = "Correct the row or leave it out.") -> str:
+def check_encodable(text: str, where: str, *, change: str) -> str:
     """Return the text.
 
     Raises:
-        InvalidValue: The text has half a character (a lone surrogate). The field is `where`.
+        InvalidValue: The text has half a character (a lone surrogate). The field is `where`, and
+            the fix is to change `change`, such as "the row".
     """
     try:
         text.encode()
@@ -350,7 +352,7 @@ def check_encodable(text: str, where: str, *, fix: str = "Correct the row or lea
             where,
             text,
             rule=f"character {error.start} is half of a surrogate pair",
-            fix=fix,
+            fix=f"Use whole characters in {change}.",
         ) from error
     return text
 

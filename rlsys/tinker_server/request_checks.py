@@ -68,7 +68,7 @@ def text(body: Body, name: str, default: str | None = None) -> str:
 def whole_characters(name: str, value: str) -> str:
     """Return a text if it has no half of a surrogate pair, which JSON can escape."""
     try:
-        return check_encodable(value, name, fix="Send whole characters.")
+        return check_encodable(value, name, change="the request")
     except InvalidValue as error:
         raise ApiError(error.field, error.value, rule=error.rule, fix=error.fix) from None
 

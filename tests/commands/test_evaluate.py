@@ -80,6 +80,30 @@ def test_a_table_json_last_and_the_samples(
     assert {line["prompt_index"] for line in lines} == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize(
+    ("score", "options", "hinted"),
+    [
+        (0.9, [], ["0.9"]),
+        (0.123456789, [], ["0.123456789"]),  # fewer digits would be a higher threshold
+        (0.9, ["--right-at", "0.9"], []),
+        (0.0, [], []),
+    ],
+)
+def test_a_threshold_above_all_scores_gives_a_hint(
+    command: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    score: float,
+    options: list[str],
+    hinted: list[str],
+) -> None:
+    own = tmp_path / "mine.py"
+    own.write_text(f"def costly(rollout):\n    return {score}\n")
+    run([*command, "--reward", f"{own}:costly", *options])
+    printed = capsys.readouterr().out
+    assert re.findall(r"--right-at ([0-9.]+)", printed) == hinted
+
+
 GAME = """
 import rlsys
 

@@ -12,6 +12,7 @@ import pytest
 
 from rlsys.environments.tokens.codec import Codec
 from rlsys.environments.tokens.conversation import Conversation, Path
+from rlsys.errors import InvalidValue
 from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.types import INJECTED, FinishReason, Generation
 from tests.environments import templates
@@ -318,6 +319,40 @@ def test_a_character_without_a_token_is_invalid() -> None:
     with invalid("messages", "abcd") as found:
         conversation.prompt([user("abcd")])
     assert "'d'" in found.value.rule
+    assert "message" in found.value.fix
+    assert "row" not in found.value.fix
+
+
+@pytest.mark.parametrize(
+    ("template", "tool", "lost"),
+    [
+        ("", "f", None),  # contents are concatenated
+        ("{{ messages[0].content }}", "f", None),
+        ("Q {{ messages[0].content }}", "f", "'Q'"),
+        (
+            "{{ messages[0].content }}{% for t in tools or [] %}{{ t.function.name }}{% endfor %}",
+            "f",
+            None,
+        ),
+        (
+            "{{ messages[0].content }}{% for t in tools or [] %}{{ t.function.name }}{% endfor %}",
+            "g",
+            "'g'",
+        ),
+    ],
+)
+def test_a_template_whose_own_text_has_no_tokens_is_invalid(
+    template: str, tool: str, lost: str | None
+) -> None:
+    codec = Codec(build_tokenizer("abcdef"), chat_template=template)
+    tools = [{"type": "function", "function": {"name": tool, "parameters": {}}}]
+    if lost is None:
+        codec.check_template(tools)
+        return
+    with pytest.raises(InvalidValue) as found:
+        codec.check_template(tools)
+    assert lost in found.value.rule
+    assert "template" in found.value.field
 
 
 def test_forks_share_tokens_and_seats_do_not() -> None:

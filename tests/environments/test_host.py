@@ -14,7 +14,8 @@ from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.environments.episode_host import Ended, EpisodeHost
 from rlsys.environments.token_budget import EpisodeLimits
 from rlsys.environments.tokens.codec import Codec
-from rlsys.environments.tools.tool_call import ToolCall
+from rlsys.environments.tools.tool_call import RawCall, ToolCall
+from rlsys.environments.tools.tool_formats import ToolFormat
 from rlsys.environments.tools.tools import ToolSet
 from rlsys.environments.turn_columns import seats_of, turns_of
 from rlsys.types import MAX_BRANCHES
@@ -390,6 +391,67 @@ def test_tools_that_no_template_renders_are_called_in_the_named_format() -> None
     assert [line["role"] for line in ended.played.transcript] == [
         *("user", "assistant", "tool", "assistant")
     ]
+
+
+@rlsys.tool
+def lookup(key: str) -> str:
+    """Return the value of the only key."""
+    if key != "1":
+        raise rlsys.ToolError(key)
+    return "7"
+
+
+def calls_of(text: str, tools: Any) -> Any:
+    """`<1>` calls lookup, `<1` another tool, `+` has no arguments."""
+    if text.startswith("<"):
+        yield RawCall("lookup" if text.endswith(">") else "other", {"key": text[1:].rstrip(">")})
+    elif text == "+":
+        yield RawCall("lookup", {})
+    else:
+        yield text
+
+
+@rlsys.environment(
+    tools=[lookup],
+    tool_format=ToolFormat("brackets", calls_of),
+    format_reward=-1.0,
+    plain_text=True,
+)
+async def asks(chat: Any, task: Any) -> float:
+    return float(await chat.until_answer("?") == "5")
+
+
+@pytest.mark.parametrize(
+    ("replies", "reward", "tool_texts"),
+    [
+        (["<1>", "5"], 1.0, ["7"]),
+        (["<->", "5"], 1.0, ["-"]),  # a ToolError, as written
+        (["<1"], -1.0, []),  # no such tool: the policy has no tokens for the words of the error
+        (["+"], -1.0, []),  # wrong arguments
+    ],
+)
+def test_a_wrong_call_of_a_model_of_few_characters_does_not_fail_the_episode(
+    replies: list[str], reward: float, tool_texts: list[str]
+) -> None:
+    left = iter(replies)
+    ended = play(asks, lambda text: next(left))
+    assert ended.played is not None, ended.failure
+    assert ended.played.total == reward
+    lines = ended.played.transcript
+    assert [line["text"] for line in lines if line["role"] == "tool"] == tool_texts
+    assert (lines[-1]["role"] == "ended") == (reward < 0)
+
+
+def test_a_model_with_the_characters_gets_the_error_of_a_wrong_call() -> None:
+    left = iter(["<1", "5"])
+    printable = "".join(map(chr, range(32, 127)))
+    limits = EpisodeLimits(max_prompt_tokens=16, max_tokens=200, max_context=300)
+    ended = play(asks, lambda text: next(left), characters=printable, limits=limits)
+    assert ended.played is not None, ended.failure
+    assert ended.played.total == 1.0
+    [text] = [line["text"] for line in ended.played.transcript if line["role"] == "tool"]
+    assert "'other'" in text
+    assert "lookup" in text
 
 
 class Unusual(BaseException):

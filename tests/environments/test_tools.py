@@ -91,9 +91,22 @@ def test_a_tool_error_is_answered_and_any_other_is_raised() -> None:
     def fail(how: Literal["tell", "raise"]) -> None:
         raise rlsys.ToolError("no such file") if how == "tell" else KeyError("bug")
 
-    assert contents(ToolSet([fail]), call("fail", how="tell")) == ["Error: no such file"]
+    assert contents(ToolSet([fail]), call("fail", how="tell")) == ["no such file"]
     with error_about(KeyError, "bug"):  # no group of exceptions
         contents(ToolSet([fail]), call("fail", how="raise"))
+
+
+def test_only_texts_of_the_system_are_checked_as_errors() -> None:
+    @tool
+    def fail() -> None:
+        raise rlsys.ToolError("7")
+
+    checked: list[str] = []
+    asked = [call("add", a=1), call("fail"), call("add"), call("none")]
+    answers = asyncio.run(ToolSet([add, fail]).call_all(asked, check_error=checked.append))
+    texts = [one["content"] for one in answers]
+    assert texts[:2] == ["2", "7"]
+    assert texts[2:] == checked
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()])

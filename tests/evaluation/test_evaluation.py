@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.evaluation.pass_at_k import Estimate, as_metrics, bootstrap, evaluate, pass_at_k, wilson
+from rlsys.evaluation.pass_at_k import (
+    Estimate,
+    as_metrics,
+    bootstrap,
+    common_maximum,
+    evaluate,
+    pass_at_k,
+    wilson,
+)
 from tests.errors import invalid
 
 
@@ -64,6 +72,26 @@ def test_right_at_is_the_lowest_right_score() -> None:
     assert evaluate(scores, ks=(1,), right_at=0.31)["eval/pass@1"].value == 0.0
     almost = [[0.7 + 0.1 + 0.1 + 0.1], [0.0]]  # 0.9999999999999999
     assert evaluate(almost, ks=(1,))["eval/pass@1"].value == 0.5
+
+
+@pytest.mark.parametrize(
+    ("scores", "right_at", "found"),
+    [
+        ([[0.9, 0.0], [0.9, -0.1]], 1.0, 0.9),
+        ([[0.9, 0.9], [0.9]], 1.0, 0.9),  # each sample is right
+        ([[0.9] + [0.0] * 4, [0.0] * 5], 1.0, 0.9),  # a tenth
+        ([[0.9] + [0.0] * 4, [0.0] * 6], 1.0, None),
+        ([[0.9, 1.0], [0.9, 0.9]], 1.0, None),
+        ([[0.9, 0.0], [0.9, 0.0]], 0.9, None),
+        ([[0.7 + 0.1 + 0.1, 0.9], [0.0] * 18], 1.0, 0.9),  # 0.8999999999999999
+        ([[0.0, 0.0], [0.0, -1.0]], 1.0, None),  # none is right
+        ([[3.0, 1.0], [3.0, 2.0]], 5.0, 3.0),
+    ],
+)
+def test_a_common_maximum_below_the_threshold(
+    scores: list[list[float]], right_at: float, found: float | None
+) -> None:
+    assert common_maximum(scores, right_at=right_at) == found
 
 
 def test_prompts_may_have_different_numbers_of_samples() -> None:

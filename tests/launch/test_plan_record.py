@@ -14,7 +14,13 @@ from recipes.grpo import GRPOConfig, grpo
 from rlsys.common.safe_json import dump_json
 from rlsys.config import ModelConfig, SamplingConfig
 from rlsys.dataflow.graph.run_graph import RunGraph, complete_graph
+from rlsys.launcher.step_prediction import predict_step
+from rlsys.planner import plan_settings
 from rlsys.planner.cpu_probe import num_cores, save_probe
+from rlsys.planner.hardware import parse_cluster
+from rlsys.planner.lengths import lognormal
+from rlsys.planner.plan_request import PlanRequest
+from rlsys.planner.planning import plan_run
 from rlsys.planner.run_record import PredictedStep, record_text
 from rlsys.runs.run_files import RunFiles
 from tests.planner.cpu_examples import TINY_CONFIG, cpu_probe
@@ -64,6 +70,37 @@ def test_a_run_on_measured_cpus_is_predicted(tmp_path: Path) -> None:
     assert found.prediction is not None
     assert found.prediction.step_s > 0
     assert found.prediction.completion_tokens == pytest.approx(0.4 * 16, rel=0.01)
+
+
+def test_a_configuration_is_predicted_like_the_plan_that_states_it(tmp_path: Path) -> None:
+    config, _ = configured(tmp_path)
+    flow, cluster, prompts = grpo(config, [lambda rollout: 0.0]), "1x2xH100", Prompts()
+    request = PlanRequest(
+        cluster=parse_cluster(cluster),
+        prompt_tokens=6.0,
+        completions=lognormal(0.4 * 16, 16),
+        turns=1,
+    )
+    plans = [one for one in plan_run(config, flow, request).plans if one.result is not None]
+    assert len({one.ranked.plan.max_staleness for one in plans}) > 1
+    assert {one.ranked.plan.placement for one in plans} == {"colocated", "separate"}
+    for one in plans:
+        stated = plan_settings.configured(config, one.settings)
+        graph = complete_graph(flow, stated, max_context=2048)
+        found = predict_step(stated, graph, SHAPE, prompts, cluster)  # type: ignore[arg-type]
+        assert found is not None
+        assert found.step.simulated
+        assert found.step.step_s == pytest.approx(one.ranked.estimate.seconds, rel=1e-6)
+        assert found.step.high_s == pytest.approx(one.ranked.estimate.high, rel=1e-6)
+
+
+def test_a_large_step_is_predicted_in_closed_form(tmp_path: Path) -> None:
+    config, _ = configured(tmp_path)
+    large = replace(config, prompts_per_step=100_000)
+    graph = complete_graph(grpo(large, [lambda rollout: 0.0]), large)
+    found = predict_step(large, graph, SHAPE, Prompts(), "1x2xH100")  # type: ignore[arg-type]
+    assert found is not None
+    assert not found.step.simulated
 
 
 def test_a_run_without_a_probe_has_no_prediction(tmp_path: Path) -> None:

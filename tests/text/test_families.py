@@ -144,7 +144,7 @@ def test_any_text_is_exact_or_refused(name: str, parts: list[str], other: str) -
     boundary = TokenizerBoundary(tokenizer_of(name))
     text = "".join([*parts, other])
     try:
-        (token_ids,) = boundary.encode_written([text], "x")
+        (token_ids,) = boundary.encode_written([text], "x", change="the text")
     except ValueError:
         assert not boundary.encodes_all or text != text.encode(errors="replace").decode()
         return
@@ -176,7 +176,7 @@ def test_completions_of_another_run_are_its_tokens_again(name: str) -> None:
     own = source(name, [{"prompt": PROMPT}], None)
     boundary = TokenizerBoundary(tokenizer_of(name))
     encode = Encoder(own, tokenizer_of(name), max_tokens=99, stop=(), rewards=())
-    sampled = boundary.encode_written(exact_texts(name), "")
+    sampled = boundary.encode_written(exact_texts(name), "", change="the text")
     end = tokenizer_of(name).eos_token_id
     group = SharedGroup(
         peer="a",
@@ -250,7 +250,7 @@ def test_a_reward_reads_what_was_sampled(name: str) -> None:
     boundary, tokenizer = TokenizerBoundary(tokenizer_of(name)), tokenizer_of(name)
     (before,) = boundary.encode_prompts([PROMPT], with_opening=True)
     for text in exact_texts(name):
-        (sampled,) = boundary.encode_written([text], "")
+        (sampled,) = boundary.encode_written([text], "", change="the text")
         after = decoded(name, [*before, *sampled]).removeprefix(decoded(name, before))
         assert read(name, [*sampled, tokenizer.eos_token_id], prompt=before) == after == text
 
@@ -258,7 +258,7 @@ def test_a_reward_reads_what_was_sampled(name: str) -> None:
 @pytest.mark.parametrize("name", ["special thoughts", "legacy thoughts"])
 def test_special_tokens_end_a_text_only_where_they_are_its_end(name: str) -> None:
     boundary, tokenizer = TokenizerBoundary(tokenizer_of(name)), tokenizer_of(name)
-    (sampled,) = boundary.encode_written(["<think>2+2</think>4"], "")
+    (sampled,) = boundary.encode_written(["<think>2+2</think>4"], "", change="the text")
     opened, closed, turn = tokenizer.convert_tokens_to_ids(["<think>", "</think>", "<|im_start|>"])
     assert sampled[0] == opened
     assert sampled.count(closed) == 1
@@ -273,7 +273,7 @@ def test_special_tokens_end_a_text_only_where_they_are_its_end(name: str) -> Non
 
 def sampled_reply(name: str, text: str) -> Generation:
     boundary = TokenizerBoundary(tokenizer_of(name))
-    (said,) = boundary.encode_written([text], "")
+    (said,) = boundary.encode_written([text], "", change="the text")
     token_ids = np.array([*said, tokenizer_of(name).eos_token_id], np.int32)
     return Generation(
         request_id="r",
@@ -388,6 +388,6 @@ def test_the_tokenizers_of_mistral_encode_exactly(file: str, tmp_path: Path) -> 
     (before,) = boundary.encode_prompts([PROMPT], with_opening=True)
     asked = tokenizer.decode(before, skip_special_tokens=False)
     for text in (*COMPLETIONS, *UNUSUAL):
-        (ids,) = boundary.encode_written([text], "")
+        (ids,) = boundary.encode_written([text], "", change="the text")
         assert tokenizer.decode([*before, *ids], skip_special_tokens=False) == asked + text
         assert boundary.completion_text([*ids, 2], FinishReason.STOP) == text

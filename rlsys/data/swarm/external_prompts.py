@@ -95,7 +95,7 @@ class Encoder:
                 check_type(value, one.column_types, f"{where}: {name}")
         tools = group.row.get(TOOLS_COLUMN)
         text, token_ids = self._prompts.rendered(group.asked, where, tools=tools)
-        self._boundary.alphabet.check(text, where)
+        self._boundary.alphabet.check(text, where, change="the prompt")
         return Prompt(
             index=index,
             token_ids=token_ids,
@@ -109,7 +109,7 @@ class Encoder:
     def _completion(self, shared: SharedCompletion, where: str) -> Completion:
         text = shared.text
         # Tokens of another text would be another completion, which no policy sampled.
-        (token_ids,) = self._boundary.encode_written([text], where)
+        (token_ids,) = self._boundary.encode_written([text], where, change="the completion")
         if not shared.truncated and not text.endswith(self._stop):
             token_ids = self._boundary.ended(token_ids)
         require(

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from rlsys.config import RunConfig, TrainedRoleConfig
-from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.dataflow.graph.stages import (
     BRANCHES_COLUMN,
@@ -50,7 +49,7 @@ class RunGraph(StageGraph):
 
 
 def complete_graph(
-    flow: Dataflow,
+    flow: StageGraph,
     config: RunConfig,
     *,
     max_context: int | None = None,
@@ -116,13 +115,13 @@ def _engine_sharers(flow: StageGraph, config: RunConfig, *, warm_starts: bool) -
     )
 
 
-def _with_proximal(flow: Dataflow, updates_per_step: int) -> tuple[Stage, ...]:
+def _with_proximal(flow: StageGraph, updates_per_step: int) -> tuple[Stage, ...]:
     """Return the stages, and the one that computes π_prox if several updates of a step need it.
 
     π_prox is the policy at the beginning of the step. The stage is not needed if the graph has the
     column "proximal_logprobs" or the loss interpolates it.
     """
-    stages = flow.stages
+    stages = tuple(flow.stages)
     stage = flow.trained(flow.main.name)
     if (
         updates_per_step == 1

@@ -58,7 +58,9 @@ def interruption_of(sampling: SamplingConfig, tokenizer: Any) -> Interruption | 
     if sampling.interrupt_after is None:
         return None
     boundary = TokenizerBoundary(tokenizer)
-    (phrase,) = boundary.encode_written([sampling.interruption], "sampling.interruption")
+    (phrase,) = boundary.encode_written(
+        [sampling.interruption], "sampling.interruption", change="the phrase"
+    )
     require(
         sampling.interrupt_after + len(phrase) < sampling.max_tokens,
         "sampling.interrupt_after",

@@ -25,7 +25,7 @@ def check_stop(request: GenerationRequest) -> None:
     """Raise InvalidValue for stop strings that no text can contain."""
     for text in request.sampling.stop:
         where = f"request {request.request_id!r}: stop"
-        check_encodable(text, where, fix="Use whole characters.")
+        check_encodable(text, where, change="the stop string")
 
 
 def stop_ids(request: GenerationRequest, end_ids: Iterable[int]) -> list[int]:

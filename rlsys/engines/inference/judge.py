@@ -34,6 +34,9 @@ Verdict = float | RewardFailure
 # Characters that a message quotes from a reply's end, which usually has the score.
 QUOTED_CHARACTERS = 200
 
+# Name of the question in the fixes of errors.
+ASKED = "the result of ask"
+
 
 class JudgeEngine:
     """Copy of a judge in one process.
@@ -170,7 +173,8 @@ class QuestionEncoder:
         if not isinstance(text, str):
             return self._encode_chat(text, where)
         require(text != "", where, rule="is empty", fix="Return a text from ask.")
-        self.boundary.alphabet.check(check_encodable(text, where), where)
+        check_encodable(text, where, change=ASKED)
+        self.boundary.alphabet.check(text, where, change=ASKED)
         (token_ids,) = self.boundary.encode_prompts([text], with_opening=True)
         return token_ids
 
@@ -184,7 +188,7 @@ class QuestionEncoder:
             )
         messages = self._text.guarded(renderer.messages(chat, where))
         text = renderer.chat_text(messages, where, ending=ending_of(messages))
-        return self._text.encode(text, after=None, cache={}, where=where)
+        return self._text.encode(text, after=None, cache={}, where=where, change=ASKED)
 
 
 def score(stage: JudgeStage, reply: str) -> Verdict:

@@ -107,7 +107,7 @@ def _check_characters(value: Any, field: str) -> None:
     """Raise RequestError about the first text with half a character, by the name of its field."""
     if isinstance(value, str):
         try:
-            check_encodable(value, field or "body", fix="Send whole characters.")
+            check_encodable(value, field or "body", change="the request")
         except InvalidValue as error:
             raise RequestError(str(error)) from None
     elif isinstance(value, list):

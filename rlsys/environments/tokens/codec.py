@@ -105,6 +105,22 @@ class Codec:
         """Return whether the template renders tools."""
         return self.template is not None and self.template.renders_tools
 
+    def check_template(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Check that the template's own text and the schemas of tools have tokens.
+
+        Raises:
+            InvalidValue: A character has none, so that no conversation can be encoded.
+        """
+        if self.template is not None:
+            shown = self.text.guarded(list(tools)) if self.renders_tools else []
+            self.text.encode(
+                self.template.own_text(shown),
+                after=None,
+                cache={},
+                where="the chat template of the model",
+                change="the template or the texts of the tools",
+            )
+
     @property
     def num_encoded(self) -> int:
         """Number of characters that the tokenizer has encoded so far."""

@@ -364,7 +364,9 @@ class Conversation:
             check_length(self._codec, text, self._max_tokens)
 
     def _encode(self, text: str, after: int | None, where: str) -> list[int]:
-        return self._codec.text.encode(text, after=after, cache=self._encoded, where=where)
+        return self._codec.text.encode(
+            text, after=after, cache=self._encoded, where=where, change="the message"
+        )
 
 
 def check_length(codec: Codec, text: str, max_tokens: int) -> None:

@@ -183,6 +183,10 @@ class ChatTemplate:
 
     # Rendering
 
+    def own_text(self, tools: Sequence[Message]) -> str:
+        """Return the text that the template adds to a user's message, schemas of tools included."""
+        return self._render([self._user], tools).replace(STAND_IN, "")
+
     def pieces(
         self, messages: Sequence[Message | ReplyShape], tools: Sequence[Message]
     ) -> list[Piece]:

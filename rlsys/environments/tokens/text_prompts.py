@@ -93,10 +93,12 @@ class TextPrompts:
             check_length(codec, rest, self.max_tokens)
             # The text contains no guards. Special tokens in it keep their meaning.
             rest = rest.replace(GUARD, f"{GUARD}{ord(GUARD)};")
-            return before + codec.text.encode(rest, after=before[-1], cache={}, where="prompt")
+            return before + codec.text.encode(
+                rest, after=before[-1], cache={}, where="prompt", change="the prompt"
+            )
         check_length(codec, text, self.max_tokens)
-        check_encodable(text, "prompt", fix="Send whole characters.")
-        codec.boundary.alphabet.check(text, "prompt")
+        check_encodable(text, "prompt", change="the prompt")
+        codec.boundary.alphabet.check(text, "prompt", change="the prompt")
         (token_ids,) = codec.boundary.encode_prompts([text], with_opening=True)
         codec.text.num_encoded += len(text)
         require(

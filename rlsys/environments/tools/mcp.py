@@ -24,6 +24,7 @@ from rlsys.environments.tools.tools import (
     ToolError,
     ToolSource,
     as_text,
+    error_text,
 )
 from rlsys.errors import InvalidValue, first_error, require
 
@@ -213,7 +214,7 @@ class McpTool(Tool):
         result = await self._server.call(self._name, arguments, self._is_repeatable)
         text = _text(result)
         if result.is_error:
-            raise ToolError(text)
+            raise ToolError(error_text(text))
         return text
 
 
@@ -291,7 +292,7 @@ class McpServer:
             except MCPError as error:
                 if not _is_lost(error):
                     self._num_unanswered = 0
-                    raise ToolError(error.message) from error
+                    raise ToolError(error_text(error.message)) from error
                 lost.set()
                 if attempt == num_tries - 1:
                     raise ConnectionError(

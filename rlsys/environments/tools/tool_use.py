@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlsys.environments.environment import Environment
@@ -64,9 +64,14 @@ class ToolUse:
             message["content"] = reply.content
             message["tool_calls"] = reply.tool_calls
 
-    async def call_all(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Run calls concurrently and return a tool message for each, in their order."""
-        return await self._tools.call_all(calls)
+    async def call_all(
+        self,
+        calls: Sequence[Mapping[str, Any]],
+        *,
+        check_error: Callable[[str], None] = lambda text: None,
+    ) -> list[dict[str, Any]]:
+        """Run calls concurrently and return a tool message for each. See `ToolSet.call_all`."""
+        return await self._tools.call_all(calls, check_error=check_error)
 
     def _render(self) -> None:
         self._schemas = self._tools.schemas

@@ -3,8 +3,9 @@
 In: functions decorated with `@rlsys.tool`, or the tools of an MCP server (mcp.py), and the calls of
 one reply. Out: schemas for the chat template, and a tool message for each call.
 
-Mistakes of the model (an unknown tool, wrong arguments, a ToolError) become the output of the tool.
-Any other exception fails the episode.
+The message of a ToolError is the output of the tool. Other mistakes of the model (an unknown tool,
+wrong arguments) become an output too, whose text ToolSet writes. Any other exception fails the
+episode.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ R = TypeVar("R")
 
 # About 2,000 tokens, so that the output fits into the context.
 MAX_OUTPUT_CHARS = 8_000
+# Maximum length of the answer to a call of an unknown tool.
+MAX_NAMES_CHARS = 1000
 # The notice about what was cut must fit.
 MIN_OUTPUT_CHARS = 100
 
@@ -44,6 +47,10 @@ MAX_CALLS = 32
 
 class ToolError(Exception):
     """Error of a tool whose message is the output for the model. The episode continues."""
+
+
+class CallFailed(Exception):
+    """Failure of a call, other than a ToolError. The message is the output for the model."""
 
 
 class Execute(Protocol):
@@ -112,21 +119,24 @@ class Tool(ABC):
         """
 
     async def answer(self, arguments: Mapping[str, Any], execute: Execute) -> str:
-        """Run a call and return the text for the model.
+        """Run a call and return the text for the model: the output, or a ToolError's message.
 
-        Raises TimeoutError if on_timeout is "fail", and all errors of the tool except ToolError.
+        Raises CallFailed for wrong arguments, and for a timeout if on_timeout is "tell".
+        Raises TimeoutError if it is "fail", and all other errors of the tool.
         """
         try:
             output = await self._in_time(self.output(arguments, execute))
-        except (ToolError, WrongArguments) as error:
-            return cut(f"Error: {error}", self.max_output_chars)
+        except ToolError as error:
+            return cut(str(error), self.max_output_chars)
+        except WrongArguments as error:
+            raise CallFailed(cut(error_text(str(error)), self.max_output_chars)) from None
         except _TooLong:
             text = f"{self.name} did not end within {self.timeout_s:g} s and was stopped"
             if self.on_timeout == "fail":
                 raise TimeoutError(
                     f'tool {text}. Raise timeout_s, or pass on_timeout="tell".'
                 ) from None
-            return f"Error: {text}."
+            raise CallFailed(error_text(f"{text}.")) from None
         return cut(as_text(self.name, output), self.max_output_chars)
 
     async def _in_time(self, work: Awaitable[R]) -> R:
@@ -341,11 +351,19 @@ class ToolSet:
         """Schemas of the tools, for the chat template."""
         return [one.schema for one in self._tools.values()]
 
-    async def call_all(self, calls: Sequence[ToolCall | Mapping[str, Any]]) -> list[dict[str, Any]]:
+    async def call_all(
+        self,
+        calls: Sequence[ToolCall | Mapping[str, Any]],
+        *,
+        check_error: Callable[[str], None] = lambda text: None,
+    ) -> list[dict[str, Any]]:
         """Run calls concurrently and return a tool message for each, in their order.
 
-        A call is a `ToolCall` or an element of a message's `tool_calls`. Raises the error of a tool
-        after the other calls were cancelled.
+        Args:
+            calls: Each is a `ToolCall` or an element of a message's `tool_calls`.
+            check_error: Called with each output that the system writes in place of a tool's.
+
+        Raises the error of a tool after the other calls were cancelled, and that of `check_error`.
         """
         parsed = [one if isinstance(one, ToolCall) else ToolCall.of(one) for one in calls]
         try:
@@ -356,26 +374,43 @@ class ToolSet:
                 ]
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
-        return [
-            {
-                "role": "tool",
-                "tool_call_id": call.id,
-                "name": call.name,
-                "content": answer.result(),
-            }
-            for call, answer in zip(parsed, answers, strict=True)
-        ]
+        messages = []
+        for call, answer in zip(parsed, answers, strict=True):
+            found = answer.result()
+            text = str(found)
+            if isinstance(found, CallFailed):
+                check_error(text)
+            messages.append(
+                {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
+            )
+        return messages
 
-    async def _answer(self, call: ToolCall, index: int) -> str:
+    async def _answer(self, call: ToolCall, index: int) -> str | CallFailed:
+        """Return the text of the tool, or the failure of the call."""
+        try:
+            return await self._found(call, index).answer(call.arguments, self._execute)
+        except CallFailed as failure:
+            return failure
+
+    def _found(self, call: ToolCall, index: int) -> Tool:
+        """Return the tool of a call. Raises CallFailed for a call that cannot be run."""
         if index >= MAX_CALLS:
-            return f"Error: at most {MAX_CALLS} calls per reply are run; this one was not run."
+            raise CallFailed(
+                error_text(f"at most {MAX_CALLS} calls per reply are run; this one was not run.")
+            )
         if call.error:
-            return cut(f"Error: {call.error}", MAX_OUTPUT_CHARS)
+            raise CallFailed(cut(error_text(call.error), MAX_OUTPUT_CHARS))
         found = self._tools.get(call.name)
         if found is None:
             names = ", ".join(self._tools) or "none"
-            return cut(f"Error: there is no tool {call.name!r}. The tools are: {names}.", 1000)
-        return await found.answer(call.arguments, self._execute)
+            text = f"there is no tool {call.name!r}. The tools are: {names}."
+            raise CallFailed(cut(error_text(text), MAX_NAMES_CHARS))
+        return found
+
+
+def error_text(message: str) -> str:
+    """Return the output for an error that the user of rlsys did not word."""
+    return f"Error: {message}"
 
 
 def as_text(name: str, output: Any) -> str:

@@ -268,6 +268,7 @@ class RunConsole:
         evaluations: Sequence[Line] = (),
         predicted: Sequence[tuple[str, str]] = (),
         directory: Path,
+        written_next: Sequence[str] = (),
         next_command: str,
     ) -> None:
         """Show the closing summary, and stop showing phases.
@@ -278,6 +279,7 @@ class RunConsole:
             evaluations: All lines of evaluations.jsonl.
             predicted: Labels and texts that compare the planner's prediction with the run.
             directory: The run directory.
+            written_next: Names of files that are written into it after the summary.
             next_command: What the user can do next.
         """
         self.phases.stop()
@@ -290,7 +292,9 @@ class RunConsole:
         if self._stopped:
             rows.insert(0, ("stopped", self._stopped))
         rows += [*predicted, *evaluation_rows(evaluations)]
-        rows.append(("files", f"{directory}: {', '.join(_contents(directory)) or 'none'}"))
+        rows.append(
+            ("files", f"{directory}: {', '.join(_contents(directory, written_next)) or 'none'}")
+        )
         rows.append(("next", next_command))
         self._print("")
         self._print(title, style="bold green" if outcome == "finished" else "bold yellow")
@@ -437,13 +441,13 @@ def _indented(label: str, text: str) -> str:
     return f"  {label:<10} " + safe.replace("\n", "\n" + " " * 13)
 
 
-def _contents(directory: Path) -> list[str]:
+def _contents(directory: Path, written_next: Sequence[str]) -> list[str]:
     """Return the entries of the run directory, without dot files and empty folders."""
-    names: list[str] = []
     if not directory.is_dir():  # it was deleted
-        return names
-    for path in sorted(directory.iterdir()):
+        return []
+    names = set(written_next)
+    for path in directory.iterdir():
         if path.name.startswith(".") or (path.is_dir() and not any(path.iterdir())):
             continue
-        names.append(path.name + ("/" if path.is_dir() else ""))
-    return names
+        names.add(path.name + ("/" if path.is_dir() else ""))
+    return sorted(names)

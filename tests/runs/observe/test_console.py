@@ -388,6 +388,20 @@ def test_the_closing_summary(tmp_path: Path) -> None:
     assert summary[-2:] == [files, f"  next       {command}"]
 
 
+def test_the_summary_lists_the_files_that_are_written_after_it(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "outcome.json"):
+        (tmp_path / name).touch()
+    screen = Screen()
+    screen.run.close(
+        "interrupted",
+        lines=[],
+        directory=tmp_path,
+        written_next=["outcome.json", "report.html"],
+        next_command="again",
+    )
+    assert f"  files      {tmp_path}: metrics.jsonl, outcome.json, report.html" in screen.lines
+
+
 def test_a_run_that_failed_before_its_first_step_has_a_summary_too(tmp_path: Path) -> None:
     screen = Screen()
     screen.run.close("failed", lines=[], directory=tmp_path, next_command="see above")
