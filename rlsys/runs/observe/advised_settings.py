@@ -8,11 +8,13 @@ more precise alternative.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from rlsys.config.parallel_layout import parse_layouts
+from rlsys.errors import InvalidValue
 
 # More precise types of the weights than each of these.
 PRECISER = {"bfloat16": ("float32", "float16"), "float16": ("float32",)}
@@ -142,11 +144,19 @@ def _has_room(config: Mapping[str, Any], cluster: str) -> bool:
 def _reserved(section: Mapping[str, Any], kind: str) -> float:
     """Return the cores or GPUs that all workers of a configuration reserve."""
     total = sum(_reserved(one, kind) for one in section.values() if isinstance(one, Mapping))
-    if isinstance(layout := section.get("layout"), str):  # such as dp2tp4
-        num_workers: float = math.prod(map(int, re.findall("[0-9]+", layout)))
+    if isinstance(layouts := section.get("layout"), str):
+        num_workers: float = _num_ranks(layouts)
     else:
         num_workers = _number(section.get("num_replicas", section.get("num_workers", 1)))
     return total + num_workers * _number(section.get(kind))
+
+
+def _num_ranks(layouts: str) -> int:
+    """Return the ranks of the preferred layout of a list, 1 if it is unreadable."""
+    try:
+        return parse_layouts(layouts)[0].num_ranks
+    except InvalidValue:
+        return 1
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

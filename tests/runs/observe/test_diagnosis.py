@@ -173,6 +173,8 @@ def test_advice_that_no_machine_can_follow_is_not_given() -> None:
         ({"rollout": RolloutConfig(num_replicas=2)}, "1x3xCPU", False),
         ({"trainer": TrainerConfig(layout="dp2tp2")}, "1x5xCPU", False),
         ({"trainer": TrainerConfig(layout="dp2tp2")}, "1x6xCPU", True),
+        ({"trainer": TrainerConfig(layout="dp2,dp1")}, "1x4xCPU", True),  # the first of a list
+        ({"trainer": TrainerConfig(layout="pp2v3")}, "1x4xCPU", True),  # stages of two ranks
         ({}, "", True),  # unknown
         ({"cluster": ClusterConfig(address="auto")}, "1x2xCPU", True),
     ],
