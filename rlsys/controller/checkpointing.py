@@ -32,8 +32,11 @@ class Checkpointing:
 
     `begin` records the state of a step and returns a coroutine that writes it. If the death of a
     trainer interrupts a write, the next checkpoint is due at once and training waits for it. So at
-    most the steps of one interval follow a checkpoint that is not on disk yet. `is_requested`
-    returns whether a checkpoint is wanted now; runs that write only the last one ignore it.
+    most the steps of one interval follow a checkpoint that is not on disk yet.
+
+    `is_requested` returns whether a request is open, until its checkpoint is complete. A request
+    that comes during a write is answered after it. Runs that write only the last checkpoint ignore
+    requests.
     """
 
     def __init__(self, state: RunState, begin: Begin, is_requested: Callable[[], bool]) -> None:
@@ -87,9 +90,15 @@ class Checkpointing:
         if config.keep_every > 0 and step % config.keep_every == 0:
             return True
         if step not in self._due:
-            is_requested = config.checkpoint_every != 0 and self._is_requested()
-            self._due[step] = self._is_regular(step) or is_requested
+            self._due[step] = self._is_regular(step) or self._is_wanted(step)
         return self._due[step]
+
+    def _is_wanted(self, step: int) -> bool:
+        """Return whether a request is open that no checkpoint before `step` answers."""
+        if self._state.config.checkpoint_every == 0 or not self._is_requested():
+            return False
+        is_ahead = any(due and self._step < one < step for one, due in self._due.items())
+        return self._writing is None and not is_ahead
 
     def _is_regular(self, step: int) -> bool:
         config = self._state.config

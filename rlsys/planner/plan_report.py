@@ -64,7 +64,8 @@ def lines(planning: RunPlanning, num_shown: int = 8) -> Iterator[str]:
         )
     yield (
         "trainer: layout and recomputed activations; trainer GB: the largest rank, of its device; "
-        "busy: share of the step in which devices have work."
+        "busy: share of the step in which devices have work. Plans that were not simulated (closed "
+        "form) come last."
     )
     yield staleness_line(planning)
 

@@ -25,6 +25,8 @@ from typing import Any
 
 import yaml
 
+from rlsys.common.number_text import counted
+
 ROOT = Path(__file__).resolve().parents[2]
 CRDS_VARIABLE = "RLSYS_KUBERAY_CRDS"
 CLUSTERS = {"RayJob": "rayjobs", "RayCluster": "rayclusters"}
@@ -233,7 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         checker.check_file(path)
     for line in checker.findings:
         print(line)
-    print(f"{len(given.files)} files, {len(checker.findings) or 'no'} findings")
+    num_findings = len(checker.findings)
+    print(f"{counted(len(given.files), 'file')}, {counted(num_findings, 'finding')}")
     for line in sorted(checker.skipped):
         print(f"skipped: {line}")
     return 1 if checker.findings else 0

@@ -237,6 +237,27 @@ def test_a_checkpoint_is_written_after_the_step_in_which_it_was_requested() -> N
     assert last == 6
 
 
+@pytest.mark.parametrize("write_s", [0.0, 2.0, 100.0])
+def test_a_request_is_answered_by_one_checkpoint_however_long_the_write_takes(
+    write_s: float,
+) -> None:
+    w, disk = slow(write_s, num_steps=8, checkpoint_every=100)
+    w.is_checkpoint_requested = lambda: len(w.observer.steps) >= 2 and not disk.ended
+    run_in_virtual_time(w.run())
+    assert len(disk.begun) == 2
+    assert disk.begun[-1] == 8
+
+
+def test_a_request_during_a_write_is_answered_after_it() -> None:
+    w, disk = slow(2.0, num_steps=20, checkpoint_every=5)
+    w.is_checkpoint_requested = lambda: len(disk.begun) >= 1 and len(disk.ended) < 2
+    run_in_virtual_time(w.run())
+    first, requested, *others = disk.begun
+    assert first == 5
+    assert 5 < requested < 10
+    assert others == [10, 15, 20]
+
+
 def test_a_run_that_writes_only_the_last_checkpoint_ignores_requests() -> None:
     w, _ = slow(0.0, num_steps=3, checkpoint_every=0)
     w.is_checkpoint_requested = lambda: True

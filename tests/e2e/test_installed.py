@@ -11,6 +11,7 @@ import sysconfig
 import time
 import venv
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -26,17 +27,50 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 SOURCES = ("actors", "rlsys", "pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE")
 
 
+def copied(names: Sequence[str], target: Path) -> Path:
+    """Return a new directory with files and directories of the checkout."""
+    target.mkdir()
+    for name in names:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, target / name)
+        else:
+            shutil.copy(ROOT / name, target / name)
+    return target
+
+
+def test_an_editable_installation_has_the_recipes_and_actors(tmp_path: Path) -> None:
+    """Users install extras with `pip install -e '.[NAME]'` in the checkout."""
+    source = copied([*SOURCES, "recipes"], tmp_path / "source")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps"]
+    subprocess.run(
+        [*pip, "--no-build-isolation", "--prefix", str(tmp_path / "prefix"), "-e", str(source)],
+        check=True,
+        timeout=300,
+        capture_output=True,
+    )
+    (packages,) = (tmp_path / "prefix").rglob("site-packages")
+    program = (
+        f"import site; site.addsitedir({str(packages)!r})\n"
+        "import actors, recipes, rlsys\n"
+        "print(actors.__file__, recipes.__file__, rlsys.__file__)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-S", "-c", program],
+        cwd=tmp_path,
+        env={},
+        check=True,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    assert found.stdout.count(str(source)) == 3
+
+
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the interpreter of an environment with rlsys from a wheel and this one's packages."""
     directory = tmp_path_factory.mktemp("installed")
-    source = directory / "source"
-    source.mkdir()
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name)
-        else:
-            shutil.copy(ROOT / name, source / name)
+    source = copied(SOURCES, directory / "source")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps"]
     subprocess.run(
         [*pip, "--no-build-isolation", "--wheel-dir", str(directory), str(source)],

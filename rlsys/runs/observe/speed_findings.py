@@ -123,7 +123,6 @@ def _rollouts_late(idle: float, settings: AdvisedSettings) -> Finding:
             [
                 overlap if settings.max_staleness == 0 and settings.staler_fix else "",
                 settings.more_generation_fix,
-                "" if settings.has_room else settings.shorter_fix,
             ]
         ),
         BOTTLENECK,

@@ -157,7 +157,7 @@ def test_advice_that_no_machine_can_follow_is_not_given() -> None:
     message = found(waiting, has_room=False)["trainer_idle"]
     assert "num_replicas" not in message
     assert "num_cpus" not in message
-    assert "sampling.max_tokens" in message
+    assert "sampling.max_tokens" not in message  # right answers may need as many
     assert "max_staleness=1" in found(waiting, 0, has_room=False)["trainer_idle"]
     full = requests_wait(running=10.0, waiting=20.0, kv_usage=0.9)
     assert "num_replicas" in found(full)["memory_bound"]
