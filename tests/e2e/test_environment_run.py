@@ -198,8 +198,8 @@ def test_sampling_turns_is_work_of_the_replica(tmp_path: Path) -> None:
     assert job.returncode == 0, job.output
     lines = read_metrics(tmp_path / "runs" / "play" / "metrics.jsonl")
     measured = [line for line in lines if "time/work_s/rollout-0" in line]
-    assert measured
-    assert all(line["time/work_s/rollout-0"] > 0 for line in measured)
+    # On a busy machine, a step may be trained on groups that were ready before it began.
+    assert sum(line["time/work_s/rollout-0"] for line in measured) > 0
     # The start of the replica, which takes seconds, is no waiting.
     waited_s = sum(line["time/wait_s/rollout-0"] for line in measured)
     assert waited_s < sum(line["time/step_s"] for line in lines)
