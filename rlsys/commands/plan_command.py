@@ -166,11 +166,11 @@ def _plan_recipe(
     with writing(output, room="free some space"):
         write_atomically(output, plan_toml(planning, given_options().file))
         write_atomically(image, picture(planning.plans[0], planning.cluster))
-    print(f"\nThe first plan is in {output} (picture: {image}). Run it with:")
+    print(f"\nThe first plan is in {output} (picture: {image}).")
+    devices = "" if cluster.gpu.name == CPU else f" {cluster}"
+    print(f"Run it with this command, and check it first with --dry-run{devices}:")
     arguments = [*without_options(others), "--config", str(output)]
     print(f"  {shlex.join(['python', str(recipe), *arguments])}")
-    devices = "" if cluster.gpu.name == CPU else f" {cluster}"
-    print(f"Add --dry-run{devices} to check it first.")
 
 
 # Options of a recipe that belong to planning or to another start, not to the run of a plan.
