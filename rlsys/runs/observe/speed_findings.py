@@ -58,7 +58,7 @@ def _bottleneck(lines: Lines, timed: Lines, settings: AdvisedSettings) -> Iterat
     if idle > IDLE_FRAC and replicas_idle >= REPLICAS_IDLE_FRAC:
         yield Finding(
             "stages_slow",
-            f"the trainer waits for rollouts {idle:.0%} of the time, and {waits}, so what lies "
+            f"the trainer waits for rollouts {idle:.0%} of the time, and {waits}, so a stage "
             "between them is the bottleneck: rewards, environments or frozen models",
             sentence([f"{longest_queue}, or the tools of the environment", settings.staler_fix]),
             BOTTLENECK,
