@@ -23,6 +23,7 @@ from tests.report.synthetic_runs import Episode, SyntheticRun, write_run
 from tests.tiers import rest_slow
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+expect = playwright.expect  # waits for the page, which acts on some events later
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = os.environ.get("RLSYS_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
@@ -123,14 +124,14 @@ def test_a_small_run(browser: Any, tmp_path: Path) -> None:
         assert advisory.get_attribute("data-kind") == "truncated"
         for section in ("reward", "stability"):
             shown.page.locator(f"#{section} canvas").first.wait_for()
-        assert shown.page.locator("#reward canvas").count() == 2
-        assert shown.page.locator("#stability canvas").count() == 6
+        expect(shown.page.locator("#reward canvas")).to_have_count(2)
+        expect(shown.page.locator("#stability canvas")).to_have_count(6)
 
         # Numbers for screen readers: closed until they are asked for.
         numbers = shown.page.locator("#stability figure details").first
-        assert numbers.locator("table").count() == 0
+        expect(numbers.locator("table")).to_have_count(0)
         numbers.locator("summary").click()
-        assert numbers.locator("tbody tr").count() == 30
+        expect(numbers.locator("tbody tr")).to_have_count(30)
 
         # The groups, by keyboard.
         shown.page.locator("#groups thead button", has_text="step").focus()
@@ -141,9 +142,9 @@ def test_a_small_run(browser: Any, tmp_path: Path) -> None:
         first.locator("button").focus()
         shown.page.keyboard.press("Enter")
         assert "Step 1, group 0" in shown.text("#groups .group h3")
-        assert shown.page.locator("#groups .card").count() == 4
+        expect(shown.page.locator("#groups .card")).to_have_count(4)
         tokens = shown.page.locator("#groups .card").first.locator(".token")
-        assert tokens.count() == 3
+        expect(tokens).to_have_count(3)
         shown.page.locator("#groups .group select").select_option("gap")
         colours = [one.evaluate("node => node.style.background") for one in tokens.all()]
         assert len({*colours}) == 3  # negative, zero and positive gaps
@@ -152,13 +153,14 @@ def test_a_small_run(browser: Any, tmp_path: Path) -> None:
         plot = shown.page.locator("#reward .plot").first
         plot.focus()
         shown.page.keyboard.press("Home")
-        assert plot.locator(".u-legend .u-value").first.inner_text() == "0"  # the first evaluation
+        value = plot.locator(".u-legend .u-value").first
+        expect(value).to_have_text("0")  # the first evaluation
         shown.page.keyboard.press("ArrowRight")
-        assert plot.locator(".u-legend .u-value").first.inner_text() == "1"
+        expect(value).to_have_text("1")
         shown.page.locator("#time canvas").focus()
         before = shown.text("#time .status")
         shown.page.keyboard.press("+")
-        assert shown.text("#time .status") != before
+        expect(shown.page.locator("#time .status")).not_to_have_text(before)
 
         assert shown.text("#ledger .losses") == "\u2212 1 stale"
         shown.page.locator("#configuration input").check()
@@ -259,9 +261,9 @@ def test_a_run_of_10000_steps_and_100_mb(browser: Any, tmp_path: Path) -> None:
         print(f"{page.stat().st_size:,} bytes, first paint after {shown.first_paint_ms():.0f} ms")
         assert shown.first_paint_ms() <= 2000
         shown.page.locator("#reward canvas").first.wait_for()
-        assert shown.page.locator("#groups tbody tr").count() == 15
+        expect(shown.page.locator("#groups tbody tr")).to_have_count(15)
         shown.page.locator("summary", has_text="Not on this page").click()
-        assert shown.page.locator("#overview details ul li").count() == 3
+        expect(shown.page.locator("#overview details ul li")).to_have_count(3)
 
 
 @pytest.mark.slow
@@ -291,8 +293,8 @@ def test_a_run_of_several_turns(browser: Any, tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", SyntheticRun(num_steps=4, episode=Episode(turns=turns)))
     with opened(browser, write_report([path]).as_uri()) as shown:
         card = shown.page.locator("#groups .card").first
-        assert card.locator(".turn").count() == 4
-        assert card.locator(".turn.sampled").count() == 2
+        expect(card.locator(".turn")).to_have_count(4)
+        expect(card.locator(".turn.sampled")).to_have_count(2)
         assert [one.inner_text() for one in card.locator(".who").all()] == [
             "user",
             "assistant",
@@ -310,9 +312,9 @@ def test_four_runs_side_by_side(browser: Any, tmp_path: Path) -> None:
     ]
     page = write_report(paths, tmp_path / "all.html")
     with opened(browser, page.as_uri()) as shown:
-        assert shown.page.locator(".run").count() == 4
+        expect(shown.page.locator(".run")).to_have_count(4)
         shown.page.locator("#stability .plot .u-legend .u-series").first.wait_for()
-        assert shown.page.locator("#stability .plot").first.locator(".u-series").count() == 5
+        expect(shown.page.locator("#stability .plot").first.locator(".u-series")).to_have_count(5)
         histograms = shown.page.locator("#stability figure", has=shown.page.locator(".histogram"))
         titles = histograms.locator("h3").all_inner_texts()
         assert titles == [f"Staleness of run{i}" for i in range(4)]
