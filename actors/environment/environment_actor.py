@@ -131,18 +131,18 @@ class EnvironmentActor(Heartbeat):
         if ended:
             await asyncio.sleep(GATHER_S)
             ended += await self._ended.within(0.0)
-        num_sampled = sum(turns.num_sampled for turns in self._all_turns)
-        has_sampled = num_sampled > self._num_sampled
-        self._num_sampled = num_sampled
+        num_before = self._num_sampled
+        self._num_sampled = sum(turns.num_sampled for turns in self._all_turns)
+        num_new = self._num_sampled - num_before
         if not ended:
-            return Collected(finished=[], has_sampled=has_sampled)
+            return Collected(finished=[], num_sampled=num_new)
         for turns in self._all_turns:
             turns.ended([one.request.request_id for one in ended])
         for _ in ended:
             self._tracer.job_ends()
         self._tracer.counter("episodes", self._require_host().num_running)
         finished = await self._write(ended)
-        return Collected(finished=finished, has_sampled=True)
+        return Collected(finished=finished, num_sampled=num_new)
 
     async def close(self) -> None:
         """Close the environment."""

@@ -176,7 +176,7 @@ class EpisodeReplica:
                 except DEADLY as error:
                     raise self._died("serve_turns", error) from None
         finished: list[FinishedRollout] = []
-        has_sampled = False
+        num_sampled = 0
         for player in self._playing:
             if player.collecting is None or not player.collecting.done():
                 continue
@@ -188,8 +188,8 @@ class EpisodeReplica:
                 continue
             self._mark_ended(player, [rollout.request_id for rollout in collected.finished])
             finished += collected.finished
-            has_sampled |= collected.has_sampled
-        return Collected(finished=finished, has_sampled=has_sampled)
+            num_sampled += collected.num_sampled
+        return Collected(finished=finished, num_sampled=num_sampled)
 
     async def progress(self) -> Sequence[StepPart]:
         """Return nothing: the engine remembers the turns of running episodes."""

@@ -160,12 +160,12 @@ class PolicyRollouts:
             generation.raise_failure()
         stats = self._load.report()
         parts: list[StepPart] = []
-        has_sampled = stats.num_generated_tokens > self._num_sampled
+        num_new = stats.num_generated_tokens - self._num_sampled
         self._num_sampled = stats.num_generated_tokens
         if time.monotonic() - self._progress_at >= PROGRESS_EVERY_S:
             parts = await self.progress(MIN_PROGRESS_TOKENS)
         if not generations:
-            return Collected(finished=[], parts=parts, has_sampled=has_sampled)
+            return Collected(finished=[], parts=parts, num_sampled=num_new)
         requests = [self._requests.pop(generation.request_id) for generation in generations]
         generations = [
             _as_recorded(request, self._whole(generation))
@@ -194,7 +194,7 @@ class PolicyRollouts:
             )
             for place, (request, generation) in enumerate(zip(requests, generations, strict=True))
         ]
-        return Collected(finished=finished, parts=parts, has_sampled=has_sampled)
+        return Collected(finished=finished, parts=parts, num_sampled=num_new)
 
     def _recorded(self, request: GenerationRequest, generation: Generation) -> RolloutText | None:
         if not request.record:

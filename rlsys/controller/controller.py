@@ -161,6 +161,7 @@ class Controller:
             self._state, policy, self._generation.borrow(replicas), trainers.main.release
         )
         self._generation.pool.on_loaded = lender.loaded
+        self._generation.pool.on_sampled = lender.sampled
         return lender
 
     @property

@@ -120,6 +120,7 @@ class Lender(Lending):
         if self._may_lend and not self._has_lent:
             self._state.observer.not_lent(self._policy.reason)
         self._may_lend = False
+        self._policy.trains()
         self.parts = [*self.parts, num_groups]
 
     @contextlib.contextmanager
@@ -143,6 +144,10 @@ class Lender(Lending):
     def loaded(self, seconds: float) -> None:
         """Record the time in which a replica has loaded new weights."""
         self._policy.loaded(seconds)
+
+    def sampled(self, num_tokens: int) -> None:
+        """Record tokens that replicas have sampled, own or borrowed."""
+        self._policy.sampled(num_tokens)
 
     async def next_groups(self, tasks: asyncio.TaskGroup, groups: Subscription) -> RowBatch | None:
         """Take the next groups, or return None when the devices must be taken back."""

@@ -102,6 +102,7 @@ class ReplicaPool:
         self._weights_published = AsyncCondition()
         self._num_places = state.config.rollout.num_replicas
         self.on_loaded: Callable[[float], None] = lambda seconds: None  # after each load
+        self.on_sampled: Callable[[int], None] = lambda num_tokens: None  # with each report
 
     async def wait_until_admitted(self) -> None:
         """Wait until each initial replica is admitted or dead.
@@ -285,8 +286,9 @@ class ReplicaPool:
             self._router.finished(replica.name, rollout.request_id)
         if collected.finished:
             self._supervisor.progressed(place=number)
+        self.on_sampled(collected.num_sampled)
         self._on_collected(collected)
-        if collected.finished or collected.has_sampled:
+        if collected.finished or collected.num_sampled:
             self._state.progress.notify()
 
     async def clean_up(

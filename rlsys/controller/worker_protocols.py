@@ -157,7 +157,7 @@ class Collected:
 
     finished: Sequence[FinishedRollout]
     parts: Sequence[StepPart] = ()  # occasional reports of long requests
-    has_sampled: bool = False  # whether it has sampled a token since the last report
+    num_sampled: int = 0  # tokens of all requests since the last report
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

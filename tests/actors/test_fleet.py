@@ -373,7 +373,7 @@ def test_a_running_rollout_is_stored_in_parts_and_continues_after_a_death(cluste
             assert (more.start, more.num_tokens, more.min_version) == (4, 1, 6)
             assert await second.progress() == []  # it has ended
             collected = await second.collect()
-            assert collected.has_sampled
+            assert collected.num_sampled
             (finished,) = collected.finished
             assert (finished.num_prompt_tokens, finished.num_tokens) == (2, 6)
             assert (finished.min_version, finished.max_version) == (2, 6)
@@ -401,8 +401,8 @@ def test_a_running_rollout_is_stored_in_parts_and_continues_after_a_death(cluste
 
             await second.submit([request(ECHO)], {})  # nothing is sampled for it
             while not (collected := await second.collect()).finished:
-                assert not collected.has_sampled
-            assert not collected.has_sampled
+                assert not collected.num_sampled
+            assert not collected.num_sampled
 
     asyncio.run(run())
 

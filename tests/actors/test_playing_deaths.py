@@ -132,7 +132,7 @@ class FakeWorker:
             pass
         self._has_ended.clear()
         ended, self._ended = self._ended, []
-        return Collected(finished=ended, has_sampled=bool(ended))
+        return Collected(finished=ended, num_sampled=len(ended))
 
     async def do_close(self) -> None:
         return

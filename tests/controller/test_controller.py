@@ -697,7 +697,7 @@ def one_endless_rollout(*, samples: bool) -> World:
             async with asyncio.timeout(5.0):
                 return await ended()
         except TimeoutError:
-            return Collected(finished=[], has_sampled=samples)
+            return Collected(finished=[], num_sampled=int(samples))
 
     replica.collect = collect  # type: ignore[method-assign]
     return w

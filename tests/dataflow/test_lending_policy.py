@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.dataflow.scheduling.lending import (
+    CONTROL,
+    NO_GAIN,
     NO_REPLICA,
     NO_WAIT,
     NOT_MEASURED,
@@ -27,7 +29,14 @@ class Clock:
 
 
 def policy_of(clock: Clock, *, own: int = 2, margin: float = 2.0) -> LendingPolicy:
-    settings = LendingSettings(margin=margin, weight=0.5, prior_loads=3.0)
+    settings = LendingSettings(
+        margin=margin,
+        weight=0.5,
+        prior_loads=3.0,
+        pause_steps=2,
+        longest_pause_steps=4,
+        control_every=3,
+    )
     return LendingPolicy(num_own=own, clock=clock, settings=settings)
 
 
@@ -36,18 +45,39 @@ def decide(policy: LendingPolicy, *, is_idle: bool = True, num_borrowed: int = 2
 
 
 def sample_step(policy: LendingPolicy, clock: Clock, *, groups: int, group_s: float) -> None:
-    """Let the groups of a step arrive at equal distances."""
+    """Let the groups of a step arrive at equal distances, of 100 tokens each, without lending."""
     policy.missing(groups, begins=True)
+    decide(policy)
     for left in reversed(range(groups)):
         clock.now_s += group_s
+        policy.sampled(100)
         policy.missing(left)
+    policy.trains()
+
+
+def lend_step(policy: LendingPolicy, clock: Clock, *, groups: int, group_s: float) -> bool:
+    """Let a step begin, and lend in it if the policy does; return whether it did."""
+    policy.missing(groups, begins=True)
+    lends = decide(policy).action == "lend"
+    if lends:
+        policy.lends()
+        policy.handed_over(0.0, num_awake=2)
+    for left in reversed(range(groups)):
+        clock.now_s += group_s
+        policy.sampled(100)
+        policy.missing(left)
+    if lends:
+        policy.gave_back(0.0, late_s=0.0)
+    policy.trains()
+    return lends
 
 
 def measured(clock: Clock, *, num_missing_first: int = 8) -> LendingPolicy:
-    """A policy after one step, in which ten groups took a second each; a load takes 0.1 s."""
+    """A policy after two steps, in which ten groups took a second each; a load takes 0.1 s."""
     policy = policy_of(clock)
     groups = 10
-    sample_step(policy, clock, groups=groups, group_s=1.0)
+    for _ in range(2):
+        sample_step(policy, clock, groups=groups, group_s=1.0)
     policy.loaded(0.1)
     policy.trained(4.0, num_parts=4, num_missing_first=num_missing_first)
     policy.missing(groups, begins=True)
@@ -57,13 +87,31 @@ def measured(clock: Clock, *, num_missing_first: int = 8) -> LendingPolicy:
 def test_a_step_without_measurements_is_not_lent() -> None:
     clock = Clock()
     policy = policy_of(clock)
-    policy.missing(4, begins=True)
-    assert decide(policy).action == "train"
+    sample_step(policy, clock, groups=4, group_s=1.0)
     assert policy.reason == NOT_MEASURED
     sample_step(policy, clock, groups=4, group_s=1.0)
+    policy.trained(1.0, num_parts=1, num_missing_first=0)
     policy.missing(4, begins=True)
     assert decide(policy).action == "train"  # no load of weights was measured
     assert policy.reason == NOT_MEASURED
+    policy.loaded(0.1)
+    assert decide(policy).action == "lend"
+
+
+def test_the_first_step_measures_nothing_because_replicas_warm_up() -> None:
+    clock = Clock()
+    policy = policy_of(clock)
+    policy.loaded(0.1)
+    policy.trained(1.0, num_parts=1, num_missing_first=0)
+    sample_step(policy, clock, groups=4, group_s=9.0)
+    policy.missing(4, begins=True)
+    assert decide(policy).action == "train"
+    assert policy.reason == NOT_MEASURED
+    # The rate is that of the second step: a hand-over at the same rate saves nothing.
+    sample_step(policy, clock, groups=4, group_s=1.0)
+    assert lend_step(policy, clock, groups=4, group_s=1.01)
+    assert not lend_step(policy, clock, groups=4, group_s=1.01)
+    assert policy.reason == NO_GAIN
 
 
 def test_a_long_wait_is_lent() -> None:
@@ -110,6 +158,7 @@ def test_the_devices_are_taken_back_when_training_fills_the_rest() -> None:
     missing = 10
     while (decision := decide(policy)).action == "hold" and decision.after_s is None:
         clock.now_s += 0.5
+        policy.sampled(100)
         missing -= 1
         policy.missing(missing)
     # Four groups miss, 8 replica-seconds: 0.35 s of four replicas until 6.6 are left.
@@ -143,7 +192,8 @@ def test_rollouts_that_cannot_move_end_before_the_devices_return() -> None:
     clock = Clock()
     settings = LendingSettings(margin=2.0, prior_loads=3.0)
     policy = LendingPolicy(num_own=2, drains=True, clock=clock, settings=settings)
-    sample_step(policy, clock, groups=10, group_s=1.0)
+    for _ in range(2):
+        sample_step(policy, clock, groups=10, group_s=1.0)
     policy.loaded(0.1)
     policy.trained(4.0, num_parts=4, num_missing_first=8)
     policy.missing(10, begins=True)
@@ -200,9 +250,75 @@ def test_steps_with_and_without_lending_teach_the_same() -> None:
     assert lent.own_s == pytest.approx(10.0)
 
 
+def test_hand_overs_without_gain_pause_lending() -> None:
+    clock = Clock()
+    policy = measured(clock)
+    # The own replicas sample 100 tokens per second. All replicas together are no faster.
+    steps = [lend_step(policy, clock, groups=10, group_s=1.01) for _ in range(12)]
+    # Pauses of two and of four steps, the longest.
+    assert [step for step, lends in enumerate(steps) if lends] == [0, 3, 8]
+    assert policy.reason == NO_GAIN
+    # Twice as fast: each step lends, and after the third one follows a step for comparison.
+    steps = [lend_step(policy, clock, groups=10, group_s=0.5) for _ in range(4)]
+    assert steps == [False, True, True, True]
+    assert not lend_step(policy, clock, groups=10, group_s=1.0)
+    assert policy.reason == CONTROL
+    assert lend_step(policy, clock, groups=10, group_s=0.5)
+
+
+def test_a_hand_over_that_costs_more_than_it_saves_is_no_gain() -> None:
+    clock = Clock()
+    policy = measured(clock)
+    policy.missing(10, begins=True)
+    policy.lends()
+    policy.handed_over(0.0, num_awake=2)
+    for left in reversed(range(10)):
+        clock.now_s += 0.8  # 2 s less than alone
+        policy.sampled(100)
+        policy.missing(left)
+    clock.now_s += 2.1
+    policy.gave_back(2.1, late_s=0.0)
+    policy.missing(10, begins=True)
+    assert decide(policy).action == "train"
+    assert policy.reason == NO_GAIN
+
+
+def test_the_last_groups_are_compared_with_the_last_groups() -> None:
+    """At the end of a step few rollouts run, with or without lending."""
+    clock = Clock()
+    policy = policy_of(clock)
+
+    def sample() -> None:
+        for left in reversed(range(8)):
+            clock.now_s += 1.0 if left >= 2 else 10.0  # the last two take long either way
+            policy.sampled(100)
+            policy.missing(left)
+
+    for _ in range(2):
+        policy.missing(8, begins=True)
+        decide(policy)
+        sample()
+        policy.trains()
+    policy.loaded(0.1)
+    policy.trained(0.0, num_parts=1, num_missing_first=0)
+    policy.missing(8, begins=True)
+    assert decide(policy).action == "lend"
+    policy.lends()
+    policy.handed_over(0.0, num_awake=2)
+    for left in reversed(range(2, 8)):
+        clock.now_s += 1.02
+        policy.sampled(100)
+        policy.missing(left)
+    policy.gave_back(0.0, late_s=0.0)
+    # The mean rate of a whole step would count six groups in 6.12 s as a large gain.
+    policy.missing(8, begins=True)
+    assert decide(policy).action == "train"
+    assert policy.reason == NO_GAIN
+
+
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["group", "time", "step", "trained", "loaded", "idle"]),
+        st.sampled_from(["group", "time", "sampled", "step", "trained", "loaded", "idle"]),
         st.floats(0.0, 50.0),
     ),
     max_size=80,
@@ -229,6 +345,8 @@ def test_it_lends_only_for_a_predicted_gain(
             policy.trained(number, num_parts=4, num_missing_first=int(number) % 8)
         elif event == "loaded":
             policy.loaded(number)
+        elif event == "sampled":
+            policy.sampled(int(number))
         decision = decide(policy, is_idle=event != "idle", num_borrowed=borrowed)
         assert decision.after_s is None or decision.after_s >= TICK_S / 8
         if decision.action == "lend":

@@ -32,6 +32,8 @@ from rlsys.types import FinishReason, GenerationRequest, Sampled, WeightManifest
 
 PLAYED_COLUMNS = (TURN_REWARDS_COLUMN, TURNS_COLUMN, SEATS_COLUMN, BRANCHES_COLUMN)
 
+NUM_TOKENS = 3  # of each completion and episode
+
 NONE_SAMPLED = Sampled.of(np.empty(0, np.int32))  # for rows that are not trained on
 
 
@@ -56,7 +58,7 @@ class SimulatedReplica:
     continued: list[str] = field(default_factory=list)  # requests that came with prior tokens
     devices: SharedDevices | None = None  # shared with the trainer
     plays: Callable[[GenerationRequest], RewardResult | RewardFailure] | None = None  # an episode
-    num_by_seat: tuple[int, ...] = ()  # of the 3 tokens of an episode
+    num_by_seat: tuple[int, ...] = ()  # of an episode's NUM_TOKENS tokens
     is_silent: Callable[[GenerationRequest], bool] = lambda request: False  # without a token
     num_releases: int = 0
     others: list[tuple[int, Mapping[str, int]]] = field(default_factory=list)
@@ -117,17 +119,18 @@ class SimulatedReplica:
         is_aborted = finish_reason is FinishReason.ABORTED
         is_silent = bool(self.plays) and self.is_silent(request)
         has_none = is_baseline or is_silent
+        layout = _layout(NUM_TOKENS, is_played=bool(self.plays))
         self._finished.put_nowait(
             FinishedRollout(
                 request_id=request.request_id,
-                cell=(BlockRef(self.shard, 0, 0, _layout(3, is_played=bool(self.plays))), 0),
+                cell=(BlockRef(self.shard, 0, 0, layout), 0),
                 num_prompt_tokens=NUM_PROMPT_TOKENS,
-                num_tokens=0 if is_silent else 3,
+                num_tokens=0 if is_silent else NUM_TOKENS,
                 outcome=self.plays(request) if self.plays and not is_aborted else None,
                 min_version=NONE_SAMPLED.oldest if has_none else first_version,
                 max_version=NONE_SAMPLED.newest if has_none else self.version,
                 finish_reason=finish_reason,
-                num_injected=3 if is_baseline else 0,
+                num_injected=NUM_TOKENS if is_baseline else 0,
                 num_by_seat=self.num_by_seat,
                 text=_simulated_text(request, self.version) if request.record else None,
             )
@@ -163,13 +166,14 @@ class SimulatedReplica:
         finished = [rollout for rollout in ended if rollout is not None]
         assert len(finished) == len(ended)
         if len(finished) > 1:
-            layout = _layout(3, is_played=bool(self.plays), num_rows=len(finished))
+            layout = _layout(NUM_TOKENS, is_played=bool(self.plays), num_rows=len(finished))
             block = BlockRef(self.shard, next(LEASES), 0, layout)
             finished = [
                 dataclasses.replace(rollout, cell=(block, place))
                 for place, rollout in enumerate(finished)
             ]
-        return Collected(finished=finished, parts=await self.progress(), has_sampled=True)
+        parts = await self.progress()
+        return Collected(finished=finished, parts=parts, num_sampled=NUM_TOKENS * len(ended))
 
     async def progress(self) -> list[StepPart]:
         """Return a part of each running request that has none yet."""

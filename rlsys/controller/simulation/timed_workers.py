@@ -140,6 +140,7 @@ class TimedReplica:
     _changed: AsyncCondition = field(default_factory=AsyncCondition)
     _timer: WorkTimer | None = None
     _is_busy: bool = False
+    _num_sampled: int = 0  # tokens at the last report
 
     def __post_init__(self) -> None:
         self._engine = BatchingEngine(
@@ -186,7 +187,8 @@ class TimedReplica:
             await asyncio.sleep(self.gather_s)
         finished, self._finished = self._finished, []
         await self.controller.receive(len(finished))
-        return Collected(finished=finished, has_sampled=True)
+        num_before, self._num_sampled = self._num_sampled, self._engine.num_sampled
+        return Collected(finished=finished, num_sampled=self._num_sampled - num_before)
 
     async def progress(self) -> list[StepPart]:
         """Return the unreported tokens of running requests."""

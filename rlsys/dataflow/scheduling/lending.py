@@ -1,8 +1,8 @@
 """Policy of `rollout.borrow`: it decides when the trainer's devices generate.
 
-A pure state machine with an injected clock. In: the groups that the step still lacks, and measured
-times of training and of hand-overs. Out: whether to lend the devices to the borrowed replicas, to
-take them back, or to wait.
+A pure state machine with an injected clock. In: the groups that the step still lacks, sampled
+tokens, and measured times of training and of hand-overs. Out: whether to lend the devices to the
+borrowed replicas, to take them back, or to wait.
 
     a step begins ─► waits ──predicted wait > cost──► lends ──rest ≤ training + give back──► trains
                        └──────────groups are ready, or the wait is too short──────────────────┘
@@ -15,6 +15,12 @@ Training of the first parts of a step can run before its last group arrives, onc
 first part are there. The devices are taken back so early that this training ends when the last
 group arrives, and not before the first part is complete. If rollouts cannot move (`drains`), the
 devices are taken back when the borrowed replicas have finished theirs.
+
+Borrowed replicas can slow the own replicas down, for example on shared cores. Therefore the policy
+keeps the rate of the own replicas alone, in tokens per second while the trainer is idle. The tokens
+that all replicas sample during a hand-over, divided by this rate, give the time that the own
+replicas would have needed. If hand-overs take longer than that, the policy pauses for some steps.
+Once in a while, a step is not lent so that the rate is measured again.
 """
 
 from __future__ import annotations
@@ -24,13 +30,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 # Reasons for a step without lending.
-NOT_MEASURED = "not_measured"  # the run has not measured a step and a load of weights yet
+NOT_MEASURED = "not_measured"  # the run has not measured its steps and a load of weights yet
 NO_REPLICA = "no_replica"  # no borrowed replica is left
 NO_WAIT = "no_wait"  # the groups arrive before the trainer needs them
 TOO_SHORT = "too_short"  # the trainer waits, but not long enough for a hand-over
+NO_GAIN = "no_gain"  # the last hand-overs took longer than the own replicas alone would have needed
+CONTROL = "control"  # the step measures the own replicas alone
 
 # Smallest time to wait for: rounding could repeat a shorter wait without end.
 TICK_S = 1e-3
+
+NUM_QUARTERS = 4  # of the groups of a step
+
+# Steps before the first hand-over. The first one also warms the replicas up, so it does not count.
+NUM_MEASURED = 2
 
 # train: send the groups to the trainer. hold: keep them, since the devices are or will be lent.
 Action = Literal["train", "hold", "lend", "take_back"]
@@ -47,6 +60,10 @@ class LendingSettings:
             weights into a replica. A hand-over is a release of the trainer's memory and a load.
         least_limit_s: Smallest time limit of a hand-over and of a return.
         limit_ratio: The limit, in means of the measured times.
+        pause_steps: Steps without lending after a hand-over without gain. Each further one doubles
+            the number.
+        longest_pause_steps: The largest such number.
+        control_every: Steps with lending after which one without lending follows.
     """
 
     margin: float = 2.0
@@ -54,6 +71,9 @@ class LendingSettings:
     prior_loads: float = 2.0
     least_limit_s: float = 5.0
     limit_ratio: float = 5.0
+    pause_steps: int = 8
+    longest_pause_steps: int = 64
+    control_every: int = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +85,43 @@ class Decision:
 
     action: Action
     after_s: float | None = None
+
+
+class _AloneRate:
+    """Tokens per second of the own replicas alone, by quarter of a step.
+
+    The last groups of a step leave some replicas without work, so each quarter has its own rate.
+    Newer steps count more.
+    """
+
+    def __init__(self, weight: float) -> None:
+        self._weight = weight
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all measurements."""
+        self._tokens = [0.0] * NUM_QUARTERS
+        self._seconds = [0.0] * NUM_QUARTERS
+
+    def begin_step(self) -> None:
+        """Let the measurements so far count less."""
+        self._tokens = [(1 - self._weight) * tokens for tokens in self._tokens]
+        self._seconds = [(1 - self._weight) * seconds for seconds in self._seconds]
+
+    def add(self, quarter: int, *, tokens: int = 0, seconds: float = 0.0) -> None:
+        """Add tokens or time to a quarter."""
+        self._tokens[quarter] += tokens
+        self._seconds[quarter] += seconds
+
+    def of(self, quarter: int) -> float | None:
+        """Return the rate in a quarter, or in the nearest one with a rate; None if unknown."""
+        known = [
+            one for one in range(NUM_QUARTERS) if self._tokens[one] > 0 and self._seconds[one] > 0
+        ]
+        if not known:
+            return None
+        nearest = min(known, key=lambda one: abs(one - quarter))
+        return self._tokens[nearest] / self._seconds[nearest]
 
 
 class LendingPolicy:
@@ -102,6 +159,17 @@ class LendingPolicy:
         self._num_missing_first = 0  # groups that miss when the first part is complete
         self._late_s = 0.0  # mean time for which the complete step waited for the devices
         self._reason = NOT_MEASURED
+        self._is_idle = False  # whether the trainer waits for the step's first part
+        self._alone = _AloneRate(self._settings.weight)
+        self._num_begun = 0  # steps
+        self._num_wanted = 1  # groups that the step lacked when it began
+        self._lent_at_s = 0.0
+        self._own_needs_s = 0.0  # time of the own replicas for this hand-over's tokens
+        self._saved_s: float | None = None  # mean time that a hand-over has saved
+        self._num_lent = 0  # hand-overs since the last step that was skipped
+        self._pause_steps = self._settings.pause_steps
+        self._skipped_until = 0  # step
+        self._skip_reason = CONTROL
 
     @property
     def is_lent(self) -> bool:
@@ -146,6 +214,7 @@ class LendingPolicy:
         """Record how many groups the step lacks now; `begins` starts a step."""
         self._advance()
         if begins:
+            self._begin_step(num_groups)
             self._marks = {num_groups: self._sampled}
         else:
             for one in range(num_groups, self._missing):
@@ -153,6 +222,20 @@ class LendingPolicy:
         self._missing = num_groups
         if num_groups == 0 and not begins:
             self._learn()
+
+    def sampled(self, num_tokens: int) -> None:
+        """Record tokens that replicas have sampled, own or borrowed."""
+        self._advance()
+        if self._is_lent:
+            if (rate := self._alone.of(self._quarter)) is not None:
+                self._own_needs_s += num_tokens / rate
+        elif self._is_idle:
+            self._alone.add(self._quarter, tokens=num_tokens)
+
+    def trains(self) -> None:
+        """Record that the first part of the step is sent: the trainer does not wait any more."""
+        self._advance()
+        self._is_idle = False
 
     def loaded(self, seconds: float) -> None:
         """Record the time of a load of weights, the prior of the first hand-over."""
@@ -171,6 +254,7 @@ class LendingPolicy:
         """Record that a hand-over begins."""
         self._advance()
         self._is_lent = True
+        self._lent_at_s, self._own_needs_s = self._now_s, 0.0
 
     def handed_over(self, seconds: float, *, num_awake: int) -> None:
         """Record the end of a hand-over, after which so many borrowed replicas sample."""
@@ -184,6 +268,7 @@ class LendingPolicy:
         self._is_lent, self._num_awake = False, 0
         self._return_s = self._mean(self._return_s, seconds)
         self._late_s = self._mean(self._late_s, late_s) or 0.0
+        self._judge(self._own_needs_s - (self._now_s - self._lent_at_s))
 
     def decide(self, *, is_idle: bool, num_borrowed: int, is_sampling: bool = False) -> Decision:
         """Decide for the present, before the first part of a step is sent to the trainer.
@@ -193,20 +278,55 @@ class LendingPolicy:
         are held until it has ended.
         """
         self._advance()
+        self._is_idle = is_idle
         if self._is_lent:
             is_drained = not (self._drains and is_sampling and self._missing)
             return self._keep(self.own_s) if is_drained else Decision(action="hold")
         if num_borrowed == 0:
             return self._refuse(NO_REPLICA)
         wait_s = self.wait_s(num_borrowed)
-        if wait_s is None or self._load_s is None:
+        has_rate = self._num_begun > NUM_MEASURED and self._alone.of(self._quarter) is not None
+        if wait_s is None or self._load_s is None or not has_rate:
             return self._refuse(NOT_MEASURED)
+        if self._num_begun <= self._skipped_until:
+            return self._refuse(self._skip_reason)
         if self._missing == 0 or wait_s <= 0:
             return self._refuse(NO_WAIT)
         if wait_s < self._settings.margin * self.cost_s:
             return self._refuse(TOO_SHORT)
         self._reason = ""
         return Decision(action="lend" if is_idle else "hold")
+
+    def _begin_step(self, num_groups: int) -> None:
+        if self._num_begun == 1:  # the first step also warms the replicas up
+            self._alone.clear()
+        self._alone.begin_step()
+        self._num_begun += 1
+        self._num_wanted = max(1, num_groups)
+        self._is_idle = False
+
+    def _judge(self, saved_s: float) -> None:
+        """Decide after a hand-over, which has saved so much time, whether steps are skipped."""
+        settings = self._settings
+        self._num_lent += 1
+        self._saved_s = self._mean(self._saved_s, saved_s)
+        if self._saved_s <= 0:
+            self._skip(NO_GAIN, self._pause_steps)
+            self._pause_steps = min(2 * self._pause_steps, settings.longest_pause_steps)
+            self._saved_s = None
+            return
+        self._pause_steps = settings.pause_steps
+        if self._num_lent >= settings.control_every:
+            self._skip(CONTROL, 1)
+
+    def _skip(self, reason: str, num_steps: int) -> None:
+        self._skip_reason, self._skipped_until = reason, self._num_begun + num_steps
+        self._num_lent = 0
+
+    @property
+    def _quarter(self) -> int:
+        """Return the present quarter of the step: 0 is the last."""
+        return max(0, -(-NUM_QUARTERS * self._missing // self._num_wanted) - 1)
 
     def _keep(self, own_s: float | None) -> Decision:
         """Decide while the devices are lent."""
@@ -253,8 +373,10 @@ class LendingPolicy:
 
     def _advance(self) -> None:
         now_s = self._clock()
-        self._sampled += (now_s - self._now_s) * (self._num_own + self._num_awake)
-        self._now_s = now_s
+        passed_s, self._now_s = now_s - self._now_s, now_s
+        self._sampled += passed_s * (self._num_own + self._num_awake)
+        if self._is_idle and not self._is_lent:
+            self._alone.add(self._quarter, seconds=passed_s)
 
     @property
     def _wake_cost_s(self) -> float:
