@@ -111,7 +111,9 @@ def measured_run(
     config, versions = _config(files)
     record = read_record(files.plan) if files.plan.exists() else None
     role = _policy(files, config, record)
-    medians = step_medians(str(path), _metrics(files))
+    lines = _metrics(files)
+    generated = config.num_steps - config.asynchrony.max_staleness  # steps with other generation
+    medians = step_medians(str(path), lines, max(0, len(lines) - generated))
     prompt = (record.prompt_tokens if record else 0.0) or prompt_tokens
     shape = RunShape(
         roles=(role,),

@@ -125,9 +125,9 @@ def profile_lines(profile: StackProfile) -> Iterator[str]:
         rows.append(_factor_row(f"{engine}: kernels of generation", factors.decoding))
         rows.append(_factor_row(f"{engine}: engine on the host", factors.host))
     yield from aligned(rows)
-    yield f"fixed time of a step: {profile.fixed_s:.3f} s"
+    yield f"rest of a step per group: {profile.rest_s * 1e3:.2f} ms"
     yield f"one reward: {profile.reward_s * 1e3:.2f} ms"
-    yield f"the controller's process per rollout: {profile.controller_s * 1e3:.2f} ms"
+    yield f"the controller's process per group: {profile.controller_s * 1e3:.2f} ms"
     yield f"spread of a predicted step: {profile.step_spread:.0%}"
 
 

@@ -196,7 +196,7 @@ def predicted_step(
         ),
         sync_s=load_seconds(policy.model, cluster, plan.generation, constants),
         reward_s=constants.reward_s * workload.rollouts,
-        controller_s=constants.controller_s * workload.rollouts,
+        controller_s=constants.controller_s * workload.prompts,
         completion_tokens=workload.completions.mean,
         simulated=simulated,
     )

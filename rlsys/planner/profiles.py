@@ -161,15 +161,15 @@ class Constants:
         values: Constants by name of `PRIORS`.
         profiles: Software profiles by name.
         spreads: Standard deviation of log(measured / predicted) by kind of prediction.
-        run_fixed_s: Seconds of a step that no other constant explains.
+        rest_s: Seconds of a step per group that no other constant explains.
         reward_s: Seconds of a process per reward of a rollout.
-        controller_s: Seconds of the controller's process per rollout.
+        controller_s: Seconds of the controller's process per group.
     """
 
     values: Mapping[str, float]
     profiles: Mapping[str, SoftwareProfile]
     spreads: Mapping[str, float] = field(default_factory=dict)
-    run_fixed_s: float = 0.0
+    rest_s: float = 0.0
     reward_s: float = 0.0
     controller_s: float = 0.0
 

@@ -8,9 +8,9 @@ Three parts are fitted one after the other:
     generation  measured = decoding x (kernels) + host x (engine on the host), least squares of the
                 logarithms with priors: one run moves both factors, runs with batches of different
                 sizes separate them
-    fixed       the rest of a step after all others
+    rest        of a step after all others, per group
 
-Rewards and the controller's process are measured per rollout.
+Rewards are measured per rollout, and the controller's process per group.
 
 The first two use closed forms. A simulation of the controller then corrects them: it has the run's
 micro-batches, batches of rollouts, and shared cores.
@@ -51,7 +51,7 @@ HOST_SPREAD: Final = 0.7
 
 ITERATIONS: Final = 100
 FACTOR_ROUNDS: Final = 2
-FIXED_ROUNDS: Final = 3
+REST_ROUNDS: Final = 3
 
 MAX_CORRECTION: Final = 4.0  # of a factor per simulation
 
@@ -147,13 +147,13 @@ def calibrated(
         reward_s=median(
             run.medians.reward_s * run.core_share / run.shape.workload.rollouts for run in runs
         ),
-        controller_s=median(run.medians.controller_s / run.shape.workload.rollouts for run in runs),
+        controller_s=median(run.medians.controller_s / run.shape.workload.prompts for run in runs),
         moe=moe,
         probe=probe,
     )
     for _ in range(FACTOR_ROUNDS):
         profile = _corrected(profile, runs, base)
-    return _with_fixed(profile, runs, base)
+    return _with_rest(profile, runs, base)
 
 
 def _corrected(profile: StackProfile, runs: Sequence[MeasuredRun], base: Constants) -> StackProfile:
@@ -303,24 +303,23 @@ def _gauss_newton_step(
     return (yy * gx - xy * gy) / determinant, (xx * gy - xy * gx) / determinant
 
 
-def _with_fixed(
-    profile: StackProfile, runs: Sequence[MeasuredRun], base: Constants
-) -> StackProfile:
-    """Return the profile with the fixed time of a step, and the spread of predicted steps."""
+def _with_rest(profile: StackProfile, runs: Sequence[MeasuredRun], base: Constants) -> StackProfile:
+    """Return the profile with the rest of a step, and the spread of predicted steps."""
     ratios: list[float] = []
-    for _ in range(FIXED_ROUNDS):
+    for _ in range(REST_ROUNDS):
         constants = profile.constants(base)
         predicted = [_step_s(run, constants) for run in runs]
         ratios = [
             run.medians.step_s / seconds for run, seconds in zip(runs, predicted, strict=True)
         ]
+        pairs = list(zip(runs, predicted, strict=True))
         left = median(
-            run.medians.step_s - seconds for run, seconds in zip(runs, predicted, strict=True)
+            (run.medians.step_s - seconds) / run.shape.workload.prompts for run, seconds in pairs
         )
         profile = replace(
-            profile, fixed_s=max(0.0, profile.fixed_s + left), step_spread=_spread(ratios)
+            profile, rest_s=max(0.0, profile.rest_s + left), step_spread=_spread(ratios)
         )
-        if abs(left) < 0.01 * min(run.medians.step_s for run in runs):
+        if all(abs(run.medians.step_s - seconds) < 0.01 * seconds for run, seconds in pairs):
             break
     return profile
 

@@ -101,6 +101,7 @@ class PlannedTrainer:
     cluster: Cluster
     plan: TrainingPlan
     constants: Constants
+    num_groups: int = 0
     _micro_s: dict[tuple[float, float], float] = field(default_factory=dict)
 
     @property
@@ -111,8 +112,8 @@ class PlannedTrainer:
 
     @property
     def publish_s(self) -> float:
-        """Time to publish the weights: the fixed time of a step. The replicas' loads count them."""
-        return self.constants.run_fixed_s
+        """The rest of a step, counted as its publication. The replicas' loads count the weights."""
+        return self.constants.rest_s * self.num_groups
 
     @property
     def release_s(self) -> float:

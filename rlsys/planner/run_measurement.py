@@ -56,18 +56,21 @@ class StepMedians:
     spread: float
 
 
-def step_medians(run: str, lines: Sequence[Line]) -> StepMedians:
+def step_medians(run: str, lines: Sequence[Line], num_last: int = 0) -> StepMedians:
     """Return the medians of a run's steps.
 
     Args:
         run: Name of the run for messages.
         lines: Lines of metrics.jsonl.
+        num_last: Steps at the end during which no rollouts were sampled. They do not count if
+            enough others are left.
 
     Raises:
         InvalidValue: There are too few steps, or a number is missing, negative or not finite, or
             contradicts another one.
     """
     used = lines[WARM_UP:]
+    used = used[: max(MIN_STEPS, len(used) - num_last)]
     if len(used) < MIN_STEPS:
         raise InvalidValue(
             run,

@@ -231,7 +231,7 @@ def step_time(
     )
     generated += shape.workload.waiting_s
     load = load_seconds(policy.model, cluster, plan.generation, constants)
-    received = constants.controller_s * shape.workload.rollouts
+    received = constants.controller_s * shape.workload.prompts
     parts = {
         "generation": generated,
         "frozen_models": scored,
@@ -256,7 +256,7 @@ def step_time(
             name: ahead * seconds + (1 - ahead) * parts.get(name, 0.0)
             for name, seconds in overlapped.items()
         }
-    parts["rest"] = constants.run_fixed_s
+    parts["rest"] = constants.rest_s * shape.workload.prompts
     if cluster.gpu.products:
         busy_s = plan.trainer_gpus * trained + plan.generation_gpus * generated
         busy_s += constants.reward_s * shape.workload.rollouts + received

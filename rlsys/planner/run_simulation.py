@@ -76,12 +76,12 @@ def simulate_run(
             num_processes=plan.generation.tp,
         ),
         trainers={
-            name: _trainer_model(roles[name], cluster, trainer, constants)
+            name: _trainer_model(roles[name], cluster, trainer, constants, workload.prompts)
             for name, trainer in plan.trainers.items()
         },
         frozen={
             name: _trainer_model(
-                roles[name], cluster, TrainingPlan(dp=num_gpus, shard="none"), constants
+                roles[name], cluster, TrainingPlan(dp=num_gpus, shard="none"), constants, 0
             )
             for name, num_gpus in plan.frozen_gpus.items()
         },
@@ -90,7 +90,7 @@ def simulate_run(
             completion_tokens=length,
             reward_s=lambda: constants.reward_s,
             tools_s=tool_times(workload, config.seed),
-            controller_s=constants.controller_s,
+            controller_s=constants.controller_s / workload.group_size,
         ),
         num_warm_up=NUM_WARM_UP,
         num_cores=cluster.num_gpus if cluster.gpu.products else math.inf,
@@ -122,13 +122,15 @@ def _cache_tokens(shape: RunShape, cluster: Cluster, plan: RunPlan, constants: C
 
 
 def _trainer_model(
-    role: Role, cluster: Cluster, plan: TrainingPlan, constants: Constants
+    role: Role, cluster: Cluster, plan: TrainingPlan, constants: Constants, num_groups: int
 ) -> TrainerModel:
     model, length = role.model, 4096.0
     fixed = model.model_flops(1.0)
     growth = (model.model_flops(length) - fixed) / length  # per token of the row's length
     return TrainerModel(
-        costs=PlannedTrainer(model=model, cluster=cluster, plan=plan, constants=constants),
+        costs=PlannedTrainer(
+            model=model, cluster=cluster, plan=plan, constants=constants, num_groups=num_groups
+        ),
         num_data=plan.dp,
         num_stages=plan.pp,
         num_ranks=plan.num_gpus,

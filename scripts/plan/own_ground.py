@@ -64,11 +64,11 @@ class Configuration:
 
 
 QUICKSTART = (
-    "--num-steps 30 --warm-start-steps 60 --evaluation.every 0 --checkpoint-every 0 "
+    "--num-steps 60 --warm-start-steps 60 --evaluation.every 0 --checkpoint-every 0 "
     "--observe.print-every 100"
 )
 SMOLLM = (
-    "--num-steps 9 --prompts-per-step 4 --group-size 8 --evaluation.every 0 --checkpoint-every 0 "
+    "--num-steps 12 --prompts-per-step 4 --group-size 8 --evaluation.every 0 --checkpoint-every 0 "
     "--observe.print-every 100"
 )
 

@@ -26,7 +26,7 @@ from tests.planner.test_run_measurement import lines
 
 VERSIONS = {"torch": "2.13.0", "vllm": None, "transformers": "5.19.0", "rlsys": "0.1.0"}
 PROBE = cpu_probe()
-IMPOSSIBLE = StackProfile(versions=VERSIONS, devices=("CPU",), fixed_s=1e5)
+IMPOSSIBLE = StackProfile(versions=VERSIONS, devices=("CPU",), rest_s=1e5)
 
 
 @pytest.fixture(autouse=True)
@@ -122,8 +122,9 @@ def test_the_command_writes_a_profile_that_predicts_the_run(
     assert run.simulate is not None
     step = run.simulate(profile.constants(fitted_constants()))
     assert step.step_s == pytest.approx(run.medians.step_s, rel=0.05)
-    # training took 1 s; the fixed time of a step is spent by the simulated trainer too
-    assert step.train_s - profile.fixed_s == pytest.approx(1.0, rel=0.1)
+    # training took 1 s; the rest of a step is spent by the simulated trainer too
+    rest_s = profile.rest_s * run.shape.workload.prompts
+    assert step.train_s - rest_s == pytest.approx(1.0, rel=0.1)
 
 
 def test_without_a_file_the_profile_is_that_of_later_runs(tmp_path: Path) -> None:

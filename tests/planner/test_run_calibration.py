@@ -80,21 +80,21 @@ def made_run(
     )
 
 
-def truth(training: float, decoding: float, host: float, fixed_s: float) -> Constants:
+def truth(training: float, decoding: float, host: float, rest_s: float) -> Constants:
     profile = StackProfile(
         versions={},
         devices=("H100",),
         runs=("truth",),
         training=Factor(value=training, runs=1),
         engines={"vllm": EngineFactors(decoding=Factor(value=decoding), host=Factor(value=host))},
-        fixed_s=fixed_s,
+        rest_s=rest_s,
     )
     return profile.constants(fitted_constants())
 
 
-@given(training=st.floats(0.5, 3.0), decoding=st.floats(0.6, 2.0), fixed_s=st.floats(0, 20))
-def test_one_run_predicts_itself(training: float, decoding: float, fixed_s: float) -> None:
-    run = made_run(truth(training, decoding, 1.0, fixed_s))
+@given(training=st.floats(0.5, 3.0), decoding=st.floats(0.6, 2.0), rest_s=st.floats(0, 1))
+def test_one_run_predicts_itself(training: float, decoding: float, rest_s: float) -> None:
+    run = made_run(truth(training, decoding, 1.0, rest_s))
     profile = calibrated([run])
     constants = profile.constants(fitted_constants())
     predicted = step_time(run.shape, CLUSTER, run.plan, constants=constants).seconds
@@ -102,18 +102,18 @@ def test_one_run_predicts_itself(training: float, decoding: float, fixed_s: floa
     assert profile.training.value == pytest.approx(training, rel=0.03)
     assert profile.devices == ("H100",)
     assert profile.reward_s == pytest.approx(1e-3)
-    assert profile.controller_s == pytest.approx(2e-3)
+    assert profile.controller_s == pytest.approx(16e-3)  # a group has eight rollouts
 
 
 def test_models_of_different_sizes_separate_kernels_and_host() -> None:
-    real = truth(1.2, 1.6, 0.5, 3.0)
+    real = truth(1.2, 1.6, 0.5, 0.1)
     models = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-8B", "Qwen3-14B")
     runs = [made_run(real, name=one, model=one) for one in models]
     profile = calibrated(runs)
     factors = profile.engines["vllm"]
     assert factors.decoding.value == pytest.approx(1.6, rel=0.1)
     assert factors.host.value == pytest.approx(0.5, rel=0.2)
-    assert profile.fixed_s == pytest.approx(3.0, rel=0.2)
+    assert profile.rest_s == pytest.approx(0.1, rel=0.2)
     assert profile.training.runs == 4
     # a fifth run, of another size, is predicted
     other = made_run(real, prompts=64, model="Qwen3-4B")
@@ -184,8 +184,9 @@ def test_dense_models_and_experts_are_calibrated_apart() -> None:
         calibrated([made_run(constants), made_run(constants, model="Qwen3-30B-A3B")])
 
 
-def test_a_simulated_step_corrects_the_factors_and_gives_the_fixed_time() -> None:
+def test_a_simulated_step_corrects_the_factors_and_gives_the_rest() -> None:
     run = made_run(truth(1.0, 1.0, 1.0, 0.0))
+    prompts = run.shape.workload.prompts
     times, replica = run.medians, fitted_constants().profile("vllm-rl")
 
     def simulate(constants: Constants) -> SimulatedStep:
@@ -193,7 +194,7 @@ def test_a_simulated_step_corrects_the_factors_and_gives_the_fixed_time() -> Non
         training = constants.profile("rlsys").factor / fitted_constants().profile("rlsys").factor
         decoding = constants.profile("vllm-rl").factor / replica.factor
         return SimulatedStep(
-            step_s=times.step_s / 2 + constants.run_fixed_s,
+            step_s=times.step_s / 2 + constants.rest_s * prompts,
             train_s=2 * times.train_s * training,
             generation_s=times.generation_s * decoding,
         )
@@ -201,4 +202,4 @@ def test_a_simulated_step_corrects_the_factors_and_gives_the_fixed_time() -> Non
     profile = calibrated([replace(run, simulate=simulate)])
     assert profile.training.value == pytest.approx(0.5)
     assert profile.engines["vllm"].decoding.value == pytest.approx(1.0)
-    assert profile.fixed_s == pytest.approx(times.step_s / 2)
+    assert profile.rest_s * prompts == pytest.approx(times.step_s / 2)

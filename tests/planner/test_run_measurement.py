@@ -48,6 +48,16 @@ def test_medians_leave_out_the_first_steps_and_an_evaluation() -> None:
     assert found.reward_s == pytest.approx(0.2)
 
 
+def test_last_steps_without_generation_do_not_count_if_enough_are_left() -> None:
+    steps = lines(WARM_UP + MIN_STEPS + 4)
+    for alone in steps[-4:]:
+        alone["time/step_s"] = 1.5
+    found = step_medians("run", steps, num_last=4)
+    assert (found.num_steps, found.step_s) == (MIN_STEPS, 2.0)
+    found = step_medians("run", steps, num_last=7)
+    assert (found.num_steps, found.step_s) == (MIN_STEPS, 2.0)
+
+
 def test_a_run_without_reports_of_actors_has_no_time_of_generation() -> None:
     plain = [{k: v for k, v in one.items() if "work_s" not in k} for one in lines()]
     assert step_medians("run", plain).generation_s == 0.0

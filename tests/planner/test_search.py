@@ -86,7 +86,7 @@ def test_a_predicted_step_has_the_work_of_all_its_rollouts() -> None:
     constants = replace(fitted_constants(), controller_s=2e-3, reward_s=1e-3)
     best = search(shape(prompts=32), cluster(), constants=constants)[0]
     step = predicted_step(shape(prompts=32), cluster(), best.plan, best.estimate, constants)
-    assert step.controller_s == pytest.approx(32 * 8 * 2e-3)
+    assert step.controller_s == pytest.approx(32 * 2e-3)
     assert step.reward_s == pytest.approx(32 * 8 * 1e-3)
 
 

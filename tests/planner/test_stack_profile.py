@@ -36,7 +36,7 @@ PROFILE = StackProfile(
     runs=("runs/a: 20 steps",),
     training=Factor(value=1.3, spread=0.1, runs=1),
     engines={"vllm": EngineFactors(decoding=Factor(value=1.2), host=Factor(value=0.5))},
-    fixed_s=2.0,
+    rest_s=2.0,
     reward_s=1e-3,
     controller_s=2e-3,
     step_spread=0.12,
@@ -59,9 +59,9 @@ def test_factors_reach_the_constants() -> None:
     assert after.factor == pytest.approx(1.2 * before.factor)
     assert after.step_host == pytest.approx(0.5 * before.step_host)
     assert after.row_host == pytest.approx(0.5 * before.row_host)
-    assert (found.run_fixed_s, found.reward_s, found.controller_s) == (2.0, 1e-3, 2e-3)
+    assert (found.rest_s, found.reward_s, found.controller_s) == (2.0, 1e-3, 2e-3)
     assert found.spreads["rl_step"] == 0.12
-    assert base.run_fixed_s == 0.0
+    assert base.rest_s == 0.0
 
 
 def test_a_profile_of_experts_leaves_dense_models_alone() -> None:
@@ -75,7 +75,7 @@ def test_a_profile_of_experts_leaves_dense_models_alone() -> None:
     "change",
     [
         {"format": 99},
-        {"fixed_s": -1.0},
+        {"rest_s": -1.0},
         {"step_spread": 0.0},
         {"reward_s": 1e9},
         {"training": {"value": 0.0, "spread": 0.1, "runs": 1}},
@@ -128,7 +128,7 @@ def check(profile: StackProfile) -> None:
         for number in (found.factor, found.spread, found.step_host, found.row_host):
             assert 0 < number < math.inf
     assert all(math.isfinite(one) for one in interval(1.0, constants.spreads["rl_step"]))
-    assert 0 <= constants.run_fixed_s + constants.reward_s + constants.controller_s < math.inf
+    assert 0 <= constants.rest_s + constants.reward_s + constants.controller_s < math.inf
     if profile.probe is not None:
         cluster = cpu_cluster(profile.probe, "float32", 1, 2)
         plan = TrainingPlan(row_tokens=64.0, shard="none")
