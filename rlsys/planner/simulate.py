@@ -46,6 +46,9 @@ from rlsys.dataflow.scheduling.ledger import Ledger
 from rlsys.dataflow.scheduling.lending import LendingSettings
 from rlsys.types import Prompt
 
+# Longest time between two reports of a replica if devices are lent: the policy counts tokens.
+REPORT_S = 1.0
+
 # Bytes of a token in all columns of the store, at most, and of the store. It has room for all rows.
 _TOKEN_BYTES = 64
 _STORE_BYTES = 1 << 60
@@ -265,9 +268,12 @@ async def _simulate(
     parts = source.parts if isinstance(source, PlayStage) else None
     num_own = config.rollout.num_replicas
     process = TimedController(seconds=work.controller_s, cores=cores)
-    replicas = [_replica(number, replica, work, process, parts) for number in range(num_own)]
+    report_s = REPORT_S if config.rollout.borrow else None
+    replicas = [
+        _replica(number, replica, work, process, parts, report_s) for number in range(num_own)
+    ]
     borrowed = {
-        number: _replica(number, replica, work, process, parts)
+        number: _replica(number, replica, work, process, parts, report_s)
         for number in range(num_own, num_own + config.rollout.borrow)
     }
     for asleep in borrowed.values():
@@ -331,6 +337,7 @@ def _replica(
     work: Work,
     process: TimedController,
     parts: Sequence[str] | None,
+    report_s: float | None,
 ) -> TimedReplica:
     return TimedReplica(
         name=f"rollout-{number}",
@@ -343,6 +350,7 @@ def _replica(
         num_processes=model.num_processes,
         cache_tokens=model.cache_tokens,
         max_running=model.max_running,
+        report_s=report_s,
     )
 
 

@@ -41,7 +41,7 @@ from scripts.plan.simulate_published import PacedTraining, grpo
 
 MODEL, CLUSTER, DEVICES = "Qwen3-8B", "1x8xH100", 8
 PROMPTS, PROMPT_TOKENS = 24, 250
-NUM_STEPS, WARM_UP = 12, 4
+NUM_STEPS, WARM_UP = 16, 6
 RATIOS = (1 / 3, 1 / 2, 1.0, 2.0, 3.0)  # device time of generation : of training
 LENGTHS = ((2000, 8192, 0.8), (5000, 24_576, 1.1))  # mean, maximum, spread of the logarithm
 STALENESS = (0, 1)

@@ -103,7 +103,7 @@ def test_the_first_step_measures_nothing_because_replicas_warm_up() -> None:
     policy = policy_of(clock)
     policy.loaded(0.1)
     policy.trained(1.0, num_parts=1, num_missing_first=0)
-    sample_step(policy, clock, groups=4, group_s=9.0)
+    sample_step(policy, clock, groups=4, group_s=2.0)
     policy.missing(4, begins=True)
     assert decide(policy).action == "train"
     assert policy.reason == NOT_MEASURED

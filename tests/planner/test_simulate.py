@@ -187,8 +187,18 @@ def test_borrowed_replicas_share_what_does_not_fit_into_one_cache() -> None:
     lent = run(SEQUENTIAL, costs=costs, cache_tokens=cache_tokens, num_steps=8, borrow=1)
     assert lent.mean_step_s < alone.mean_step_s - 10
     assert lent.num_hand_overs == 6  # after two measured steps
-    assert lent.not_lent == {"not_measured": 1}
+    assert lent.not_lent == {"not_measured": 2}
     assert lent.num_lent_rollouts >= 6 * 2
+
+
+def test_lending_pauses_if_all_replicas_share_the_cores() -> None:
+    costs = Costs(load_s=0.25)
+    alone = run(SEQUENTIAL, costs=costs, num_cores=1, num_steps=40)
+    lent = run(SEQUENTIAL, costs=costs, num_cores=1, num_steps=40, borrow=1)
+    # Two replicas on one core take twice as long for a token each.
+    assert 1 <= lent.num_hand_overs <= 4
+    assert lent.not_lent["no_gain"] > 30
+    assert lent.mean_step_s < 1.1 * alone.mean_step_s
 
 
 def test_the_longest_completion_decides_a_synchronous_step() -> None:

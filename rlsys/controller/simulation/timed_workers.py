@@ -11,6 +11,7 @@ lengths are drawn by a function of the request.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,8 +116,8 @@ class TimedReplica:
     An episode samples an equal part of its tokens in each turn. Between two turns it waits for its
     tool outside the engine, and its keys and values stay cached.
 
-    `gather_s` is the time between two answers to a long poll. `parts` are the parts of an episode's
-    reward, or None for completions.
+    `gather_s` is the time between two answers to a long poll, and `report_s` the longest time until
+    one. `parts` are the parts of an episode's reward, or None for completions.
     """
 
     name: str
@@ -130,6 +131,7 @@ class TimedReplica:
     cache_tokens: int
     max_running: int = 1 << 30
     gather_s: float = 0.0
+    report_s: float | None = None
     node: str = "node"
     version: int = 0
     num_loads: int = 0
@@ -181,10 +183,13 @@ class TimedReplica:
         self._schedule()
 
     async def collect(self) -> Collected:
-        """Return the rollouts that have finished; wait for the first."""
-        await self._changed.until(lambda: bool(self._finished))
+        """Return the rollouts that have finished; wait for the first, but at most `report_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.report_s):
+                await self._changed.until(lambda: bool(self._finished))
         if self.gather_s:
             await asyncio.sleep(self.gather_s)
+        self._engine.advance(self._now_s)
         finished, self._finished = self._finished, []
         await self.controller.receive(len(finished))
         num_before, self._num_sampled = self._num_sampled, self._engine.num_sampled

@@ -42,8 +42,8 @@ TICK_S = 1e-3
 
 NUM_QUARTERS = 4  # of the groups of a step
 
-# Steps before the first hand-over. The first one also warms the replicas up, so it does not count.
-NUM_MEASURED = 2
+# Measured time of the own replicas alone that a step with lending needs, relative to a step's.
+MEASURED_SHARE = 0.25
 
 # train: send the groups to the trainer. hold: keep them, since the devices are or will be lent.
 Action = Literal["train", "hold", "lend", "take_back"]
@@ -102,14 +102,23 @@ class _AloneRate:
         """Forget all measurements."""
         self._tokens = [0.0] * NUM_QUARTERS
         self._seconds = [0.0] * NUM_QUARTERS
+        self._is_new_step = False
 
     def begin_step(self) -> None:
-        """Let the measurements so far count less."""
-        self._tokens = [(1 - self._weight) * tokens for tokens in self._tokens]
-        self._seconds = [(1 - self._weight) * seconds for seconds in self._seconds]
+        """Let the measurements so far count less once this step adds to them."""
+        self._is_new_step = True
+
+    @property
+    def seconds(self) -> float:
+        """Return the measured time."""
+        return sum(self._seconds)
 
     def add(self, quarter: int, *, tokens: int = 0, seconds: float = 0.0) -> None:
         """Add tokens or time to a quarter."""
+        if self._is_new_step and seconds > 0:
+            self._is_new_step = False
+            self._tokens = [(1 - self._weight) * one for one in self._tokens]
+            self._seconds = [(1 - self._weight) * one for one in self._seconds]
         self._tokens[quarter] += tokens
         self._seconds[quarter] += seconds
 
@@ -161,6 +170,7 @@ class LendingPolicy:
         self._reason = NOT_MEASURED
         self._is_idle = False  # whether the trainer waits for the step's first part
         self._alone = _AloneRate(self._settings.weight)
+        self._is_measured = False  # whether `_alone` was known when the step began
         self._num_begun = 0  # steps
         self._num_wanted = 1  # groups that the step lacked when it began
         self._lent_at_s = 0.0
@@ -285,8 +295,7 @@ class LendingPolicy:
         if num_borrowed == 0:
             return self._refuse(NO_REPLICA)
         wait_s = self.wait_s(num_borrowed)
-        has_rate = self._num_begun > NUM_MEASURED and self._alone.of(self._quarter) is not None
-        if wait_s is None or self._load_s is None or not has_rate:
+        if wait_s is None or self._load_s is None or not self._is_measured:
             return self._refuse(NOT_MEASURED)
         if self._num_begun <= self._skipped_until:
             return self._refuse(self._skip_reason)
@@ -300,6 +309,8 @@ class LendingPolicy:
     def _begin_step(self, num_groups: int) -> None:
         if self._num_begun == 1:  # the first step also warms the replicas up
             self._alone.clear()
+        alone_s = self._rest_of(num_groups) / self._num_own if self._rest else 0.0
+        self._is_measured = self._alone.seconds > MEASURED_SHARE * alone_s
         self._alone.begin_step()
         self._num_begun += 1
         self._num_wanted = max(1, num_groups)
