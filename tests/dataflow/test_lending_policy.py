@@ -33,6 +33,7 @@ def policy_of(clock: Clock, *, own: int = 2, margin: float = 2.0) -> LendingPoli
         margin=margin,
         weight=0.5,
         prior_loads=3.0,
+        least_hand_overs=2,
         pause_steps=2,
         longest_pause_steps=4,
         control_every=3,
@@ -107,10 +108,13 @@ def test_the_first_step_measures_nothing_because_replicas_warm_up() -> None:
     policy.missing(4, begins=True)
     assert decide(policy).action == "train"
     assert policy.reason == NOT_MEASURED
-    # The rate is that of the second step: a hand-over at the same rate saves nothing.
+    # The rate is that of the second step: hand-overs at a lower rate save nothing.
     sample_step(policy, clock, groups=4, group_s=1.0)
-    assert lend_step(policy, clock, groups=4, group_s=1.01)
-    assert not lend_step(policy, clock, groups=4, group_s=1.01)
+    assert [lend_step(policy, clock, groups=4, group_s=1.1) for _ in range(3)] == [
+        True,
+        True,
+        False,
+    ]
     assert policy.reason == NO_GAIN
 
 
@@ -253,13 +257,18 @@ def test_steps_with_and_without_lending_teach_the_same() -> None:
 def test_hand_overs_without_gain_pause_lending() -> None:
     clock = Clock()
     policy = measured(clock)
-    # The own replicas sample 100 tokens per second. All replicas together are no faster.
-    steps = [lend_step(policy, clock, groups=10, group_s=1.01) for _ in range(12)]
-    # Pauses of two and of four steps, the longest.
-    assert [step for step, lends in enumerate(steps) if lends] == [0, 3, 8]
+    # The own replicas sample 100 tokens per second, and all replicas together 91. Steps of a pause
+    # have the former rate.
+    lent = []
+    for step in range(13):
+        is_paused = step in (2, 3, 5, 6, 7, 8, 10, 11, 12)
+        if lend_step(policy, clock, groups=10, group_s=1.0 if is_paused else 1.1):
+            lent.append(step)
+    # Two hand-overs, then pauses of two and of four steps, the longest.
+    assert lent == [0, 1, 4, 9]
     assert policy.reason == NO_GAIN
     # Twice as fast: each step lends, and after the third one follows a step for comparison.
-    steps = [lend_step(policy, clock, groups=10, group_s=0.5) for _ in range(4)]
+    steps = [lend_step(policy, clock, groups=10, group_s=one) for one in (1.0, 0.5, 0.5, 0.5)]
     assert steps == [False, True, True, True]
     assert not lend_step(policy, clock, groups=10, group_s=1.0)
     assert policy.reason == CONTROL
@@ -269,15 +278,16 @@ def test_hand_overs_without_gain_pause_lending() -> None:
 def test_a_hand_over_that_costs_more_than_it_saves_is_no_gain() -> None:
     clock = Clock()
     policy = measured(clock)
-    policy.missing(10, begins=True)
-    policy.lends()
-    policy.handed_over(0.0, num_awake=2)
-    for left in reversed(range(10)):
-        clock.now_s += 0.8  # 2 s less than alone
-        policy.sampled(100)
-        policy.missing(left)
-    clock.now_s += 2.1
-    policy.gave_back(2.1, late_s=0.0)
+    for _ in range(2):
+        policy.missing(10, begins=True)
+        policy.lends()
+        policy.handed_over(0.0, num_awake=2)
+        for left in reversed(range(10)):
+            clock.now_s += 0.8  # 2 s less than alone
+            policy.sampled(100)
+            policy.missing(left)
+        clock.now_s += 3.0
+        policy.gave_back(3.0, late_s=0.0)
     policy.missing(10, begins=True)
     assert decide(policy).action == "train"
     assert policy.reason == NO_GAIN
@@ -301,16 +311,17 @@ def test_the_last_groups_are_compared_with_the_last_groups() -> None:
         policy.trains()
     policy.loaded(0.1)
     policy.trained(0.0, num_parts=1, num_missing_first=0)
-    policy.missing(8, begins=True)
-    assert decide(policy).action == "lend"
-    policy.lends()
-    policy.handed_over(0.0, num_awake=2)
-    for left in reversed(range(2, 8)):
-        clock.now_s += 1.02
-        policy.sampled(100)
-        policy.missing(left)
-    policy.gave_back(0.0, late_s=0.0)
-    # The mean rate of a whole step would count six groups in 6.12 s as a large gain.
+    for _ in range(2):
+        policy.missing(8, begins=True)
+        assert decide(policy).action == "lend"
+        policy.lends()
+        policy.handed_over(0.0, num_awake=2)
+        for left in reversed(range(2, 8)):
+            clock.now_s += 1.1
+            policy.sampled(100)
+            policy.missing(left)
+        policy.gave_back(0.0, late_s=0.0)
+    # The mean rate of a whole step would count six groups in 6.6 s as a large gain.
     policy.missing(8, begins=True)
     assert decide(policy).action == "train"
     assert policy.reason == NO_GAIN

@@ -196,9 +196,9 @@ def test_lending_pauses_if_all_replicas_share_the_cores() -> None:
     alone = run(SEQUENTIAL, costs=costs, num_cores=1, num_steps=40)
     lent = run(SEQUENTIAL, costs=costs, num_cores=1, num_steps=40, borrow=1)
     # Two replicas on one core take twice as long for a token each.
-    assert 1 <= lent.num_hand_overs <= 4
+    assert lent.num_hand_overs == 3 + 2  # then pauses of 8, 16 and 32 steps
     assert lent.not_lent["no_gain"] > 30
-    assert lent.mean_step_s < 1.1 * alone.mean_step_s
+    assert lent.mean_step_s < 1.07 * alone.mean_step_s
 
 
 def test_the_longest_completion_decides_a_synchronous_step() -> None:

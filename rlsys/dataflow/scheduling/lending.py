@@ -60,9 +60,11 @@ class LendingSettings:
             weights into a replica. A hand-over is a release of the trainer's memory and a load.
         least_limit_s: Smallest time limit of a hand-over and of a return.
         limit_ratio: The limit, in means of the measured times.
-        pause_steps: Steps without lending after a hand-over without gain. Each further one doubles
-            the number.
-        longest_pause_steps: The largest such number.
+        least_gain: Mean time that hand-overs save, relative to their own, below which lending
+            pauses. It is below zero, because completions of different lengths make it uncertain.
+        least_hand_overs: Hand-overs before the first pause.
+        pause_steps: Steps without lending in the first pause. Each further one is twice as long.
+        longest_pause_steps: Steps of the longest pause.
         control_every: Steps with lending after which one without lending follows.
     """
 
@@ -71,6 +73,8 @@ class LendingSettings:
     prior_loads: float = 2.0
     least_limit_s: float = 5.0
     limit_ratio: float = 5.0
+    least_gain: float = -0.05
+    least_hand_overs: int = 3
     pause_steps: int = 8
     longest_pause_steps: int = 64
     control_every: int = 32
@@ -175,7 +179,8 @@ class LendingPolicy:
         self._num_wanted = 1  # groups that the step lacked when it began
         self._lent_at_s = 0.0
         self._own_needs_s = 0.0  # time of the own replicas for this hand-over's tokens
-        self._saved_s: float | None = None  # mean time that a hand-over has saved
+        self._gain: float | None = None  # mean time that hand-overs save, relative to their own
+        self._num_hand_overs = 0
         self._num_lent = 0  # hand-overs since the last step that was skipped
         self._pause_steps = self._settings.pause_steps
         self._skipped_until = 0  # step
@@ -278,7 +283,9 @@ class LendingPolicy:
         self._is_lent, self._num_awake = False, 0
         self._return_s = self._mean(self._return_s, seconds)
         self._late_s = self._mean(self._late_s, late_s) or 0.0
-        self._judge(self._own_needs_s - (self._now_s - self._lent_at_s))
+        lent_s = self._now_s - self._lent_at_s
+        if lent_s > 0:
+            self._judge(self._own_needs_s / lent_s - 1)
 
     def decide(self, *, is_idle: bool, num_borrowed: int, is_sampling: bool = False) -> Decision:
         """Decide for the present, before the first part of a step is sent to the trainer.
@@ -316,15 +323,16 @@ class LendingPolicy:
         self._num_wanted = max(1, num_groups)
         self._is_idle = False
 
-    def _judge(self, saved_s: float) -> None:
-        """Decide after a hand-over, which has saved so much time, whether steps are skipped."""
+    def _judge(self, gain: float) -> None:
+        """Decide after a hand-over, which has saved this share of its time, whether to pause."""
         settings = self._settings
         self._num_lent += 1
-        self._saved_s = self._mean(self._saved_s, saved_s)
-        if self._saved_s <= 0:
+        self._num_hand_overs += 1
+        self._gain = self._mean(self._gain, gain)
+        is_sure = self._num_hand_overs >= settings.least_hand_overs
+        if is_sure and self._gain < settings.least_gain:
             self._skip(NO_GAIN, self._pause_steps)
             self._pause_steps = min(2 * self._pause_steps, settings.longest_pause_steps)
-            self._saved_s = None
             return
         self._pause_steps = settings.pause_steps
         if self._num_lent >= settings.control_every:
