@@ -33,7 +33,7 @@ from rlsys.planner.run_calibration import MeasuredRun, SimulatedStep, calibrated
 from rlsys.planner.run_measurement import step_medians
 from rlsys.planner.run_plan import Role, RunPlan, RunShape
 from rlsys.planner.run_record import RunRecord, read_record
-from rlsys.planner.run_simulation import MAX_ROLLOUTS, NUM_STEPS, simulate_run
+from rlsys.planner.run_simulation import MAX_ROLLOUTS, num_played, simulate_run
 from rlsys.planner.stack_profile import StackProfile, check_profile
 from rlsys.runs.observe.metrics_file import read_every_step
 from rlsys.runs.observe.records import read_rollouts
@@ -112,8 +112,9 @@ def measured_run(
     record = read_record(files.plan) if files.plan.exists() else None
     role = _policy(files, config, record)
     lines = _metrics(files)
-    generated = config.num_steps - config.asynchrony.max_staleness  # steps with other generation
-    medians = step_medians(str(path), lines, max(0, len(lines) - generated))
+    ahead = config.max_version_lag  # steps; during the last ones, no replica samples
+    num_last = max(0, len(lines) - (config.num_steps - ahead))
+    medians = step_medians(str(path), lines, num_last=num_last, period=ahead + 1)
     prompt = (record.prompt_tokens if record else 0.0) or prompt_tokens
     shape = RunShape(
         roles=(role,),
@@ -129,7 +130,8 @@ def measured_run(
     )
     plan = plan_of_settings(config, POLICY)
     cluster = _cluster(path, config, record, rates)
-    few = shape.workload.rollouts * NUM_STEPS <= MAX_ROLLOUTS
+    num_steps = num_played(plan.max_staleness, shape.updates)
+    few = shape.workload.rollouts * num_steps <= MAX_ROLLOUTS
     simulate = functools.partial(simulated_step, config, shape, cluster, plan)
     return MeasuredRun(
         name=str(path),

@@ -34,7 +34,7 @@ from rlsys.planner.plan_settings import plan_of
 from rlsys.planner.planning import predicted_step, simulated_estimate
 from rlsys.planner.run_plan import RunShape, step_time
 from rlsys.planner.run_record import PredictedStep, RecordedRole
-from rlsys.planner.run_simulation import NUM_STEPS
+from rlsys.planner.run_simulation import num_played
 from rlsys.planner.stack_profile import default_profile
 
 MAX_PROMPTS = 64  # whose lengths are averaged
@@ -148,10 +148,11 @@ def predict_step(
 
 def _not_simulated(config: RunConfig, flow: RunGraph, run: RunShape) -> str:
     """Return why a run is not simulated; "" if it is."""
-    num_rollouts = run.workload.rollouts * NUM_STEPS
+    num_steps = num_played(config.asynchrony.max_staleness, run.updates)
+    num_rollouts = run.workload.rollouts * num_steps
     if num_rollouts > MAX_SIMULATED_ROLLOUTS:
         return (
-            f"since a simulation of {NUM_STEPS} steps has {num_rollouts:,} rollouts, more than "
+            f"since a simulation of {num_steps} steps has {num_rollouts:,} rollouts, more than "
             f"{MAX_SIMULATED_ROLLOUTS:,}"
         )
     if flow.partners:

@@ -39,7 +39,7 @@ from rlsys.planner.run_plan import (
     training_seconds,
 )
 from rlsys.planner.run_record import PredictedStep
-from rlsys.planner.run_simulation import MAX_ROLLOUTS, NUM_STEPS, simulate_run
+from rlsys.planner.run_simulation import MAX_ROLLOUTS, num_played, simulate_run
 from rlsys.planner.search import RankedPlan, ranked, search
 from rlsys.planner.simulate import SimulationResult
 
@@ -128,7 +128,8 @@ def plan_run(
         SimulatedPlan(ranked=one, settings=chosen_settings(config, flow, one.plan, request))
         for one in found
     ]
-    budget = MAX_ROLLOUTS // (NUM_STEPS * shape.workload.rollouts)
+    most = max(num_played(one.ranked.plan.max_staleness, shape.updates) for one in plans)
+    budget = MAX_ROLLOUTS // (most * shape.workload.rollouts)
     num_simulated = min(request.num_simulated, budget, len(plans))
     simulated: list[SimulatedPlan] = []
     played = _of_each_kind(plans)[:num_simulated]

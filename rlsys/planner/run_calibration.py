@@ -51,7 +51,7 @@ HOST_SPREAD: Final = 0.7
 
 ITERATIONS: Final = 100
 FACTOR_ROUNDS: Final = 2
-REST_ROUNDS: Final = 3
+REST_ROUNDS: Final = 8
 
 MAX_CORRECTION: Final = 4.0  # of a factor per simulation
 

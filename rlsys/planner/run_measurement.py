@@ -56,7 +56,9 @@ class StepMedians:
     spread: float
 
 
-def step_medians(run: str, lines: Sequence[Line], num_last: int = 0) -> StepMedians:
+def step_medians(
+    run: str, lines: Sequence[Line], *, num_last: int = 0, period: int = 1
+) -> StepMedians:
     """Return the medians of a run's steps.
 
     Args:
@@ -64,6 +66,8 @@ def step_medians(run: str, lines: Sequence[Line], num_last: int = 0) -> StepMedi
         lines: Lines of metrics.jsonl.
         num_last: Steps at the end during which no rollouts were sampled. They do not count if
             enough others are left.
+        period: Steps that generation may complete at once. The time of a step is the median of
+            means over so many steps in a row, or over all if there are fewer.
 
     Raises:
         InvalidValue: There are too few steps, or a number is missing, negative or not finite, or
@@ -82,7 +86,10 @@ def step_medians(run: str, lines: Sequence[Line], num_last: int = 0) -> StepMedi
         _check(run, line)
     _check_overlap(run, used)
     times = [line[metrics.TIME_STEP_S] for line in used]
-    step_s = median(times)
+    period = min(period, len(times))
+    step_s = median(
+        fmean(times[first : first + period]) for first in range(len(times) - period + 1)
+    )
     logs = [math.log(seconds) for seconds in times]
     return StepMedians(
         num_steps=len(used),

@@ -19,7 +19,7 @@ from rlsys.planner.plan_settings import configured
 from rlsys.planner.plans import TrainingPlan, Workload
 from rlsys.planner.profiles import Constants
 from rlsys.planner.run_costs import PlannedReplica, PlannedTrainer
-from rlsys.planner.run_plan import Role, RunPlan, RunShape
+from rlsys.planner.run_plan import Role, RunPlan, RunShape, bound_of
 from rlsys.planner.simulate import (
     ReplicaModel,
     SimulationResult,
@@ -29,14 +29,33 @@ from rlsys.planner.simulate import (
 )
 from rlsys.types import GenerationRequest
 
-# Steps of a simulation, and the first ones, which fill the pipeline.
-NUM_STEPS, NUM_WARM_UP = 9, 3
+# First steps, which fill the pipeline, and the fewest steps after them. Generation that may be
+# ahead completes several steps at once, so both grow with the steps that it may be ahead.
+NUM_WARM_UP, NUM_MEASURED = 3, 5
+
+# Steps that generation may be ahead in a simulation. A larger bound is played as this one.
+MAX_AHEAD = 16
 
 # Rollouts that all simulations of a search play together: about 30 s on one core.
 MAX_ROLLOUTS = 60_000
 
 # Standard deviation of the logarithm of a tool's time.
 TOOL_SPREAD = 0.5
+
+
+def measured_steps(ahead: int) -> tuple[int, int]:
+    """Return the steps of a simulation, and the first ones of them, which do not count.
+
+    The others are a multiple of `ahead` + 1: generation may complete so many steps at once.
+    """
+    warm_up, period = NUM_WARM_UP + ahead, ahead + 1
+    return warm_up + 1 + period * math.ceil(NUM_MEASURED / period), warm_up
+
+
+def num_played(max_staleness: int, updates: int) -> int:
+    """Return the steps that the simulation of a run plays. `updates` are those of a step."""
+    ahead = min((max_staleness + 1) // updates - 1, MAX_AHEAD)
+    return measured_steps(ahead)[0] + ahead
 
 
 def simulate_run(
@@ -52,7 +71,11 @@ def simulate_run(
     `plan` is the plan that the configuration states.
     """
     policy, workload = shape.policy, shape.workload
-    lengths = workload.completions.sample(workload.rollouts * NUM_STEPS, config.seed).tolist()
+    bound = min(config.asynchrony.max_staleness, bound_of(MAX_AHEAD, shape.updates))
+    config = configured(config, {"asynchrony.max_staleness": bound})
+    num_steps, num_warm_up = measured_steps(config.max_version_lag)
+    num_lengths = workload.rollouts * (num_steps + config.max_version_lag)
+    lengths = workload.completions.sample(num_lengths, config.seed).tolist()
 
     def length(request: GenerationRequest) -> int:
         group_id, index, _ = map(int, request.request_id.split("."))
@@ -61,7 +84,7 @@ def simulate_run(
 
     roles = {role.name: role for role in shape.roles}
     return simulate(
-        configured(config, {"num_steps": NUM_STEPS}),
+        configured(config, {"num_steps": num_steps}),
         flow,
         replica=ReplicaModel(
             costs=PlannedReplica(
@@ -92,7 +115,7 @@ def simulate_run(
             tools_s=tool_times(workload, config.seed),
             controller_s=constants.controller_s / workload.group_size,
         ),
-        num_warm_up=NUM_WARM_UP,
+        num_warm_up=num_warm_up,
         num_cores=cluster.num_gpus if cluster.gpu.products else math.inf,
     )
 

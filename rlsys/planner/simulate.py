@@ -206,8 +206,8 @@ def simulate(
 ) -> SimulationResult:
     """Play a run of `config.num_steps` steps in virtual time.
 
-    The run goes on for `max_staleness` steps, which the result leaves out: no replica samples
-    during the last ones.
+    The run goes on for as many steps as generation may be ahead. The result leaves them out: no
+    replica samples during the last ones.
 
     Args:
         config: Configuration of the run. `rollout.num_replicas` replicas sample, and
@@ -218,7 +218,8 @@ def simulate(
         trainers: The trained models, by name.
         frozen: The frozen models, by name. `num_data` is the number of their workers.
         work: Lengths and reward times.
-        num_warm_up: First steps that the result leaves out.
+        num_warm_up: First steps that the result leaves out. Generation ahead begins with a burst of
+            several steps, so they should be more than those that it may be ahead.
         lending: Parameters of the policy that lends the trainer's devices.
         num_cores: Cores that all workers share. Workers on GPUs share none.
 
@@ -232,7 +233,7 @@ def simulate(
             "Raise num_steps, or lower num_warm_up."
         )
     unlimited = replace(config.cluster, call_timeout_s=MAX_SECONDS, start_timeout_s=MAX_SECONDS)
-    num_last = min(config.asynchrony.max_staleness, config.num_steps)
+    num_last = config.max_version_lag
     config = replace(config, cluster=unlimited, num_steps=config.num_steps + num_last)
     return run_in_virtual_time(
         _simulate(

@@ -293,6 +293,40 @@ def test_a_hand_over_that_costs_more_than_it_saves_is_no_gain() -> None:
     assert policy.reason == NO_GAIN
 
 
+def test_costs_that_were_too_high_are_forgotten_after_some_steps() -> None:
+    clock = Clock()
+    policy = measured(clock)
+    policy.missing(10, begins=True)
+    policy.lends()
+    policy.handed_over(6.0, num_awake=2)  # a slow start, against a wait of 7 s
+    for left in reversed(range(10)):
+        clock.now_s += 0.5
+        policy.sampled(100)
+        policy.missing(left)
+    policy.gave_back(0.0, late_s=0.0)
+    policy.trains()
+    steps = [lend_step(policy, clock, groups=10, group_s=1.0) for _ in range(4)]
+    assert steps == [False] * 4
+    assert policy.reason == TOO_SHORT
+    assert lend_step(policy, clock, groups=10, group_s=0.5)
+
+
+def test_a_trainer_that_is_the_bottleneck_is_the_reason() -> None:
+    """Its idle time is never measured, because it has none."""
+    clock = Clock()
+    policy = policy_of(clock)
+    policy.loaded(0.1)
+    for _ in range(4):
+        policy.missing(4, begins=True)
+        decide(policy, is_idle=False)
+        clock.now_s += 8.0
+        policy.missing(0)
+        assert decide(policy).action == "train"
+        policy.trains()
+        policy.trained(8.0, num_parts=1, num_missing_first=0)
+    assert policy.reason == NO_WAIT
+
+
 def test_the_last_groups_are_compared_with_the_last_groups() -> None:
     """At the end of a step few rollouts run, with or without lending."""
     clock = Clock()

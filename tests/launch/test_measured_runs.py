@@ -15,6 +15,7 @@ from rlsys.config import RunConfig, SamplingConfig
 from rlsys.config.fields import to_dict
 from rlsys.controller.controller import StallError
 from rlsys.launcher.measured_runs import measured_run
+from rlsys.planner.cpu_device import cpu_constants
 from rlsys.planner.cpu_probe import save_probe
 from rlsys.planner.profiles import fitted_constants
 from rlsys.planner.run_record import RecordedRole, RunRecord, record_text
@@ -125,6 +126,18 @@ def test_the_command_writes_a_profile_that_predicts_the_run(
     # training took 1 s; the rest of a step is spent by the simulated trainer too
     rest_s = profile.rest_s * run.shape.workload.prompts
     assert step.train_s - rest_s == pytest.approx(1.0, rel=0.1)
+
+
+def test_generation_ahead_does_not_remove_its_work_from_a_step(tmp_path: Path) -> None:
+    """A replica computes the rollouts of a step whenever it does, in larger batches at most."""
+    work = []
+    for bound in (0, 4, 40):
+        settings = {"asynchrony": {"max_staleness": bound}}
+        run = measured_run(recorded(tmp_path / str(bound), settings=settings), PROBE)
+        assert run.simulate is not None
+        work.append(run.simulate(cpu_constants(fitted_constants(), PROBE)).generation_s)
+    on_policy, *ahead = work
+    assert all(0.5 * on_policy < one <= 1.05 * on_policy for one in ahead)
 
 
 def test_without_a_file_the_profile_is_that_of_later_runs(tmp_path: Path) -> None:

@@ -58,6 +58,16 @@ def test_last_steps_without_generation_do_not_count_if_enough_are_left() -> None
     assert (found.num_steps, found.step_s) == (MIN_STEPS, 2.0)
 
 
+def test_the_time_of_a_step_is_a_mean_over_steps_that_end_at_once() -> None:
+    steps = lines(WARM_UP + 12)
+    for number, one in enumerate(steps):
+        one["time/step_s"] = 6.0 if number % 3 == 0 else 1.0
+        one["time/train_s"] = 0.5
+    assert step_medians("run", steps).step_s == 1.0
+    assert step_medians("run", steps, period=3).step_s == pytest.approx(8 / 3)
+    assert step_medians("run", steps, period=99).step_s == pytest.approx(8 / 3)
+
+
 def test_a_run_without_reports_of_actors_has_no_time_of_generation() -> None:
     plain = [{k: v for k, v in one.items() if "work_s" not in k} for one in lines()]
     assert step_medians("run", plain).generation_s == 0.0

@@ -64,7 +64,8 @@ class LendingSettings:
             pauses. It is below zero, because completions of different lengths make it uncertain.
         least_hand_overs: Hand-overs before the first pause.
         pause_steps: Steps without lending in the first pause. Each further one is twice as long.
-        longest_pause_steps: Steps of the longest pause.
+        longest_pause_steps: Steps of the longest pause. After as many steps whose wait is too
+            short, the costs of a hand-over are assumed again.
         control_every: Steps with lending after which one without lending follows.
     """
 
@@ -181,6 +182,7 @@ class LendingPolicy:
         self._own_needs_s = 0.0  # time of the own replicas for this hand-over's tokens
         self._gain: float | None = None  # mean time that hand-overs save, relative to their own
         self._num_hand_overs = 0
+        self._num_too_short = 0  # steps in a row
         self._num_lent = 0  # hand-overs since the last step that was skipped
         self._pause_steps = self._settings.pause_steps
         self._skipped_until = 0  # step
@@ -302,7 +304,7 @@ class LendingPolicy:
         if num_borrowed == 0:
             return self._refuse(NO_REPLICA)
         wait_s = self.wait_s(num_borrowed)
-        if wait_s is None or self._load_s is None or not self._is_measured:
+        if wait_s is None or self._load_s is None:
             return self._refuse(NOT_MEASURED)
         if self._num_begun <= self._skipped_until:
             return self._refuse(self._skip_reason)
@@ -310,6 +312,8 @@ class LendingPolicy:
             return self._refuse(NO_WAIT)
         if wait_s < self._settings.margin * self.cost_s:
             return self._refuse(TOO_SHORT)
+        if not self._is_measured:
+            return self._refuse(NOT_MEASURED)
         self._reason = ""
         return Decision(action="lend" if is_idle else "hold")
 
@@ -317,6 +321,10 @@ class LendingPolicy:
         if self._num_begun == 1:  # the first step also warms the replicas up
             self._alone.clear()
         alone_s = self._rest_of(num_groups) / self._num_own if self._rest else 0.0
+        self._num_too_short = self._num_too_short + 1 if self._reason == TOO_SHORT else 0
+        if self._num_too_short >= self._settings.longest_pause_steps:  # the costs may have changed
+            self._wake_s = self._return_s = None
+            self._late_s, self._num_too_short = 0.0, 0
         self._is_measured = self._alone.seconds > MEASURED_SHARE * alone_s
         self._alone.begin_step()
         self._num_begun += 1
