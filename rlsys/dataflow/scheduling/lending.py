@@ -182,6 +182,7 @@ class LendingPolicy:
         self._own_needs_s = 0.0  # time of the own replicas for this hand-over's tokens
         self._gain: float | None = None  # mean time that hand-overs save, relative to their own
         self._num_hand_overs = 0
+        self._was_too_short = False  # whether the wait of this step was too short once
         self._num_too_short = 0  # steps in a row
         self._num_lent = 0  # hand-overs since the last step that was skipped
         self._pause_steps = self._settings.pause_steps
@@ -270,7 +271,7 @@ class LendingPolicy:
     def lends(self) -> None:
         """Record that a hand-over begins."""
         self._advance()
-        self._is_lent = True
+        self._is_lent, self._was_too_short = True, False
         self._lent_at_s, self._own_needs_s = self._now_s, 0.0
 
     def handed_over(self, seconds: float, *, num_awake: int) -> None:
@@ -311,6 +312,7 @@ class LendingPolicy:
         if self._missing == 0 or wait_s <= 0:
             return self._refuse(NO_WAIT)
         if wait_s < self._settings.margin * self.cost_s:
+            self._was_too_short = True
             return self._refuse(TOO_SHORT)
         if not self._is_measured:
             return self._refuse(NOT_MEASURED)
@@ -321,7 +323,8 @@ class LendingPolicy:
         if self._num_begun == 1:  # the first step also warms the replicas up
             self._alone.clear()
         alone_s = self._rest_of(num_groups) / self._num_own if self._rest else 0.0
-        self._num_too_short = self._num_too_short + 1 if self._reason == TOO_SHORT else 0
+        self._num_too_short = self._num_too_short + 1 if self._was_too_short else 0
+        self._was_too_short = False
         if self._num_too_short >= self._settings.longest_pause_steps:  # the costs may have changed
             self._wake_s = self._return_s = None
             self._late_s, self._num_too_short = 0.0, 0
