@@ -56,19 +56,31 @@ def sample_step(policy: LendingPolicy, clock: Clock, *, groups: int, group_s: fl
     policy.trains()
 
 
-def lend_step(policy: LendingPolicy, clock: Clock, *, groups: int, group_s: float) -> bool:
-    """Let a step begin, and lend in it if the policy does; return whether it did."""
+def lend_step(
+    policy: LendingPolicy,
+    clock: Clock,
+    *,
+    groups: int,
+    group_s: float,
+    wake_s: float = 0.0,
+    return_s: float = 0.0,
+) -> bool:
+    """Let a step begin, and lend in it if the policy does; return whether it did.
+
+    The policy learns the time `wake_s` of the hand-over, but the clock does not count it.
+    """
     policy.missing(groups, begins=True)
     lends = decide(policy).action == "lend"
     if lends:
         policy.lends()
-        policy.handed_over(0.0, num_awake=2)
+        policy.handed_over(wake_s, num_awake=2)
     for left in reversed(range(groups)):
         clock.now_s += group_s
         policy.sampled(100)
         policy.missing(left)
     if lends:
-        policy.gave_back(0.0, late_s=0.0)
+        clock.now_s += return_s
+        policy.gave_back(return_s, late_s=0.0)
     assert decide(policy).action == "train"  # all groups are there
     policy.trains()
     return lends
@@ -279,16 +291,8 @@ def test_hand_overs_without_gain_pause_lending() -> None:
 def test_a_hand_over_that_costs_more_than_it_saves_is_no_gain() -> None:
     clock = Clock()
     policy = measured(clock)
-    for _ in range(2):
-        policy.missing(10, begins=True)
-        policy.lends()
-        policy.handed_over(0.0, num_awake=2)
-        for left in reversed(range(10)):
-            clock.now_s += 0.8  # 2 s less than alone
-            policy.sampled(100)
-            policy.missing(left)
-        clock.now_s += 3.0
-        policy.gave_back(3.0, late_s=0.0)
+    for _ in range(2):  # 2 s less than alone, and a return of 3 s
+        assert lend_step(policy, clock, groups=10, group_s=0.8, return_s=3.0)
     policy.missing(10, begins=True)
     assert decide(policy).action == "train"
     assert policy.reason == NO_GAIN
@@ -297,17 +301,11 @@ def test_a_hand_over_that_costs_more_than_it_saves_is_no_gain() -> None:
 def test_costs_that_were_too_high_are_forgotten_after_some_steps() -> None:
     clock = Clock()
     policy = measured(clock)
-    policy.missing(10, begins=True)
-    policy.lends()
-    policy.handed_over(6.0, num_awake=2)  # a slow start, against a wait of 7 s
-    for left in reversed(range(10)):
-        clock.now_s += 0.5
-        policy.sampled(100)
-        policy.missing(left)
-    policy.gave_back(0.0, late_s=0.0)
-    policy.trains()
+    # A slow start, against a wait of 7 s.
+    assert lend_step(policy, clock, groups=10, group_s=0.5, wake_s=6.0)
     steps = [lend_step(policy, clock, groups=10, group_s=1.0) for _ in range(4)]
     assert steps == [False] * 4
+    assert policy.reason == TOO_SHORT
     assert lend_step(policy, clock, groups=10, group_s=0.5)
 
 

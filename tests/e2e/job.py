@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,17 @@ PATIENCE_S = 600.0
 
 # Limit for the operating system to remove ended processes.
 REAP_S = 60.0
+
+
+def copied(names: Sequence[str], target: Path) -> Path:
+    """Return a new directory with files and directories of the checkout."""
+    target.mkdir()
+    for name in names:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, target / name)
+        else:
+            shutil.copy(ROOT / name, target / name)
+    return target
 
 
 @dataclass(kw_only=True)

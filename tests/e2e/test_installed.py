@@ -4,38 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
 import time
 import venv
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
 from rlsys.runs.observe.metrics_file import read_metrics
-from tests.e2e.job import ROOT, Job, start_command
+from tests.e2e.job import Job, copied, start_command
 from tests.e2e.own_recipe import SMALL_COUNTING, own_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 # Files that a build needs.
 SOURCES = ("actors", "rlsys", "pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE")
-
-
-def copied(names: Sequence[str], target: Path) -> Path:
-    """Return a new directory with files and directories of the checkout."""
-    target.mkdir()
-    for name in names:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, target / name)
-        else:
-            shutil.copy(ROOT / name, target / name)
-    return target
 
 
 def test_an_editable_installation_has_the_recipes_and_actors(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -26,7 +25,7 @@ from rlsys.errors import NOT_GIVEN
 from rlsys.runs.audit import audit
 from rlsys.runs.observe.metrics_file import read_metrics
 from rlsys.runs.run_history import read_evidence
-from tests.e2e.job import PATIENCE_S, ROOT, SMALL_QUICKSTART, Job, start, start_command
+from tests.e2e.job import PATIENCE_S, ROOT, SMALL_QUICKSTART, Job, copied, start, start_command
 from tests.e2e.own_recipe import SMALL_COUNTING, own_recipe
 from tests.errors import invalid
 
@@ -152,13 +151,7 @@ def head(tmp_path: Path) -> Iterator[Head]:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """Return a copy of this checkout, with other files that a used one contains."""
-    copy = tmp_path / "checkout"
-    copy.mkdir()
-    for name in CHECKOUT:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, copy / name)
-        else:
-            shutil.copy(ROOT / name, copy / name)
+    copy = copied(CHECKOUT, tmp_path / "checkout")
     for name in NOT_UPLOADED:
         (copy / name).mkdir(exist_ok=True)
         (copy / name / "large").write_bytes(bytes(1000))

@@ -20,7 +20,8 @@ Borrowed replicas can slow the own replicas down, for example on shared cores. T
 keeps the rate of the own replicas alone, in tokens per second while the trainer is idle. The tokens
 that all replicas sample during a hand-over, divided by this rate, give the time that the own
 replicas would have needed. If hand-overs take longer than that, the policy pauses for some steps.
-Once in a while, a step is not lent so that the rate is measured again.
+After every `control_every` steps with lending, one step is not lent, so that the rate is measured
+again.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ TICK_S = 1e-3
 
 NUM_QUARTERS = 4  # of the groups of a step
 
-# Measured time of the own replicas alone that a step with lending needs, relative to a step's.
+# A step lends only after the own replicas alone were measured for this share of a step's time.
 MEASURED_SHARE = 0.25
 
 # train: send the groups to the trainer. hold: keep them, since the devices are or will be lent.
@@ -174,6 +175,7 @@ class LendingPolicy:
         self._late_s = 0.0  # mean time for which the complete step waited for the devices
         self._reason = NOT_MEASURED
         self._is_idle = False  # whether the trainer waits for the step's first part
+        self._has_waited = False  # whether an idle trainer was refused in this step
         self._alone = _AloneRate(self._settings.weight)
         self._is_measured = False  # whether `_alone` was known when the step began
         self._num_begun = 0  # steps
@@ -196,7 +198,7 @@ class LendingPolicy:
 
     @property
     def reason(self) -> str:
-        """Return why the devices were not lent at the last decision."""
+        """Return why the devices were not lent in this step."""
         return self._reason
 
     @property
@@ -332,7 +334,7 @@ class LendingPolicy:
         self._alone.begin_step()
         self._num_begun += 1
         self._num_wanted = max(1, num_groups)
-        self._is_idle = False
+        self._is_idle = self._has_waited = False
 
     def _judge(self, gain: float) -> None:
         """Decide after a hand-over, which has saved this share of its time, whether to pause."""
@@ -382,7 +384,10 @@ class LendingPolicy:
         return max(0.0, own_s - self._rest_of(self._num_missing_first) / self._num_own)
 
     def _refuse(self, reason: str) -> Decision:
-        self._reason = reason
+        """Keep the first reason for which an idle trainer waits: the wait causes later ones."""
+        if not self._has_waited:
+            self._reason = reason
+        self._has_waited |= self._is_idle and self._missing > 0
         return Decision(action="train")
 
     def _rest_of(self, missing: int) -> float:
