@@ -60,10 +60,11 @@ def test_kills_come_before_the_end() -> None:
 def family() -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A marked process with a child."""
     mark = uuid.uuid4().hex
+    # The child prints its id itself. Until it has started its program, Linux shows no environment.
+    child = "import os; print(os.getpid(), flush=True); input()"
     program = (
         "import subprocess, sys\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE)\n"
-        "print(child.pid, flush=True)\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdin=subprocess.PIPE)\n"
         "child.wait()\n"
     )
     process = subprocess.Popen(
