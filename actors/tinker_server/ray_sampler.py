@@ -67,7 +67,7 @@ class RaySampler:
         max_adapters: Adapters in one batch. 0: the engine supports none.
         is_renewed: Whether a new actor replaces one in which requests have failed for probabilities
             that are not finite, before it loads other weights (vllm_engine.py has the reason).
-        max_of_owner: Completions of one owner that it gets at a time while others are active.
+        batch_size: Completions in one batch of the engine, which owners share; None: no limit.
         start_timeout_s: Time limit of a start.
         published: Returns the manifest of weights, by number, that a trainer on this node still
             has in memory, or None.
@@ -84,7 +84,7 @@ class RaySampler:
         max_running: int,
         max_adapters: int,
         is_renewed: bool = False,
-        max_of_owner: int | None = None,
+        batch_size: int | None = None,
         start_timeout_s: float,
         published: Callable[[int, str], WeightManifest | None],
         warn: Callable[[str], None],
@@ -103,7 +103,7 @@ class RaySampler:
             patience_s=PATIENCE_S,
             max_running=max_running,
             max_adapters=max_adapters,
-            max_of_owner=max_of_owner,
+            batch_size=batch_size,
         )
         self._loaded: dict[int, None] = {}  # adapters in the engine, the least recently used first
         self._answers: dict[str, tuple[_WaitingSample, asyncio.Future[Generation]]] = {}

@@ -52,7 +52,7 @@ class RayBackend:
                 max_running=2 * served.rollout.max_running,
                 max_adapters=served.max_adapters if served.samples_adapters else 0,
                 is_renewed=served.rollout.engine == "vllm",
-                max_of_owner=max(1, served.rollout.max_running // 2),
+                batch_size=served.rollout.max_running,
                 start_timeout_s=served.cluster.start_timeout_s,
                 published=self._published,
                 warn=_warn,

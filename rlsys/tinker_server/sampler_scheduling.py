@@ -9,8 +9,8 @@ any number of adapters of the base model. Requests of different adapters run in 
 version samples a completion from its first token to its last.
 
 Owners, the clients, take turns: the next request is the oldest one of the owner with the fewest
-running completions. While others are active, an owner has at most `max_of_owner` running ones. So
-an owner with thousands of requests leaves the rest of the replica to the others, who need not wait
+running completions. Owners that sample at the same time have equal shares of the batch. While
+another owner is active, an owner has at most half of the batch, so that the other one need not wait
 for its completions to end.
 
 Requests for the current whole weights are admitted until a request for others has waited for
@@ -47,9 +47,8 @@ class SamplerScheduler(Generic[T]):
     """Scheduler of one replica, without I/O. `clock` returns monotonic seconds.
 
     A request counts as `size` completions. At most `max_running` are admitted at a time, or a
-    single larger request, and at most `max_adapters` different adapters. While another owner is
-    active, at most `max_of_owner` of one owner are admitted, or a single larger request; None: no
-    limit.
+    single larger request, and at most `max_adapters` different adapters. `batch_size` completions
+    are shared by active owners, each of which has at least a single request; None: no limit.
     """
 
     def __init__(
@@ -59,14 +58,14 @@ class SamplerScheduler(Generic[T]):
         patience_s: float,
         max_running: int,
         max_adapters: int = 1,
-        max_of_owner: int | None = None,
+        batch_size: int | None = None,
     ) -> None:
         self.current: str | None = None  # whole weights
         self._clock = clock
         self._patience_s = patience_s
         self._max_running = max_running
         self._max_adapters = max_adapters
-        self._max_of_owner = max_of_owner
+        self._batch_size = batch_size
         self._last_s: dict[str, float] = {}  # when owners were active, the longest ago first
         self._numbers = itertools.count()
         # By whole weights, then by owner, the oldest first. No queue is empty.
@@ -148,14 +147,20 @@ class SamplerScheduler(Generic[T]):
     def _has_its_share(self, one: _Waiting[T]) -> bool:
         """Return whether a request must wait for completions of its owner, so others have room."""
         num_running = self._running[one.owner]
-        if self._max_of_owner is None or not num_running:
-            return False
-        if num_running + one.size <= self._max_of_owner:
+        if self._batch_size is None or not num_running:
             return False
         now = self._clock()
-        return any(
-            owner != one.owner and now - last_s < ACTIVE_S for owner, last_s in self._last_s.items()
+        is_alone = all(
+            owner == one.owner or now - last_s >= ACTIVE_S for owner, last_s in self._last_s.items()
         )
+        share = self._batch_size // max(2, self._num_owners)
+        return not is_alone and num_running + one.size > share
+
+    @property
+    def _num_owners(self) -> int:
+        """Number of owners with running or waiting completions."""
+        waiting = (owner for owners in self._waiting.values() for owner in owners)
+        return len({*self._running, *waiting})
 
     def _note_active(self, owner: str) -> None:
         now = self._clock()

@@ -1,6 +1,7 @@
 """Measure several clients of one server of the Tinker API, each with its own adapter.
 
-    python scripts/bench/tinker_clients.py [--clients 8] [--steps 5] [--tokens 32] [--apart]
+    python scripts/bench/tinker_clients.py [--clients 8] [--steps 5] [--prompts 8] [--group-size 8]
+        [--tokens 32] [--apart]
 
 A server process (`rlsys serve`) has a model of two layers with random weights. Each client trains
 its own adapter with GRPO: it samples, computes a gradient, takes a step and saves weights for the
@@ -27,7 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,8 +40,18 @@ import numpy as np
 
 from scripts.bench.environment_primitives import KEY, NAME, build_model, serving
 
-PROMPTS, GROUP, RANK = 8, 8, 8
+RANK = 8
 FLOOD = 2048  # samples of the client that floods
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of a client."""
+
+    num_steps: int = 5
+    num_prompts: int = 8  # of a step
+    group_size: int = 8
+    num_tokens: int = 32  # of each sample
 
 
 @dataclass
@@ -84,23 +95,23 @@ class Client:
         """End the session."""
         self._service.close("success").result()
 
-    def train(self, num_steps: int, num_tokens: int) -> History:
+    def train(self, work: Work) -> History:
         """Train with GRPO to generate tokens that this client values."""
         from tinker import types
 
         history = History()
         tokenizer = self.client.get_tokenizer()
         values = np.random.default_rng(self.number).random(len(tokenizer))
-        prompts = [tokenizer.encode(f"{self.number}+{one}=") for one in range(PROMPTS)]
-        for step in range(num_steps):
+        prompts = [tokenizer.encode(f"{self.number}+{one}=") for one in range(work.num_prompts)]
+        for step in range(work.num_steps):
             start = time.perf_counter()
             sampler = self.client.save_weights_and_get_sampling_client().result()
             saved = time.perf_counter()
             asked = [
                 sampler.sample(
                     types.ModelInput.from_ints(one),
-                    GROUP,
-                    types.SamplingParams(max_tokens=num_tokens, seed=1000 * step + place),
+                    work.group_size,
+                    types.SamplingParams(max_tokens=work.num_tokens, seed=1000 * step + place),
                 )
                 for place, one in enumerate(prompts)
             ]
@@ -110,7 +121,8 @@ class Client:
                 history.tokens += [one.tokens for one in sequences]
                 scores = np.array([values[one.tokens].mean() for one in sequences])
                 history.rewards.append(float(scores.mean()))
-                advantages = (scores - scores.mean()) / (scores.std() + 1e-4) / len(asked) / GROUP
+                num_samples = len(asked) * work.group_size
+                advantages = (scores - scores.mean()) / (scores.std() + 1e-4) / num_samples
                 data += [
                     _datum(types, prompt, one, advantage)
                     for one, advantage in zip(sequences, advantages, strict=True)
@@ -132,7 +144,7 @@ class Client:
 
         sampler = self.client.save_weights_and_get_sampling_client().result()
         prompt, params = types.ModelInput.from_ints([3, 4]), types.SamplingParams(max_tokens=256)
-        asked = [sampler.sample(prompt, GROUP, params) for _ in range(FLOOD)]
+        asked = [sampler.sample(prompt, 8, params) for _ in range(FLOOD)]
         is_over.wait()
         for one in asked:
             one.future().cancel()
@@ -162,9 +174,10 @@ def timed(name: str, work: Callable[[], list[History]]) -> tuple[list[History], 
 
 
 def measure(
-    *, num_clients: int = 8, num_steps: int = 5, num_tokens: int = 32, apart: bool = False
+    work: Work | None = None, *, num_clients: int = 8, apart: bool = False
 ) -> dict[str, float]:
     """Return the results."""
+    work = work or Work()
     options = ["--max-models", str(2 * num_clients)]
     if apart:
         options += ["--models-per-trainer", "1"]
@@ -173,11 +186,11 @@ def measure(
         with serving(model, Path(directory), *options) as url:
             clients = [Client(url, number) for number in range(num_clients)]
             created = [one.create_s for one in clients]
-            clients[0].train(1, num_tokens)  # starts what the first request starts
+            clients[0].train(replace(work, num_steps=1))  # starts what the first request starts
             clients[0].close()
             clients[0] = Client(url, 0)
             alone, alone_s = timed(
-                "one after another", lambda: [one.train(num_steps, num_tokens) for one in clients]
+                "one after another", lambda: [one.train(work) for one in clients]
             )
             for one in clients:
                 one.close()
@@ -185,7 +198,7 @@ def measure(
             with ThreadPoolExecutor(num_clients) as pool:
 
                 def together(some: Sequence[Client]) -> list[History]:
-                    return list(pool.map(lambda one: one.train(num_steps, num_tokens), some))
+                    return list(pool.map(lambda one: one.train(work), some))
 
                 at_once, at_once_s = timed("all at once", lambda: together(clients))
                 before, _ = timed("all but one", lambda: together(clients[1:]))
@@ -205,8 +218,8 @@ def measure(
         "flood_slowdown": _median_step(during) / _median_step(before),
         "create_first_s": created[0],
         "create_next_s": median(created[1:]),
-        "reward_before": float(np.mean([one.rewards[:PROMPTS] for one in at_once])),
-        "reward_after": float(np.mean([one.rewards[-PROMPTS:] for one in at_once])),
+        "reward_before": float(np.mean([one.rewards[: work.num_prompts] for one in at_once])),
+        "reward_after": float(np.mean([one.rewards[-work.num_prompts :] for one in at_once])),
     }
 
 
@@ -221,15 +234,13 @@ def main() -> None:
     )
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--apart", action="store_true")
     arguments = parser.parse_args()
-    found = measure(
-        num_clients=arguments.clients,
-        num_steps=arguments.steps,
-        num_tokens=arguments.tokens,
-        apart=arguments.apart,
-    )
+    work = Work(arguments.steps, arguments.prompts, arguments.group_size, arguments.tokens)
+    found = measure(work, num_clients=arguments.clients, apart=arguments.apart)
     print(json.dumps({name: round(value, 7) for name, value in found.items()}))
 
 

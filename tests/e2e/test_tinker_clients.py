@@ -15,7 +15,7 @@ import pytest
 import tinker
 
 from scripts.bench.environment_primitives import KEY, NAME, build_model, serving
-from scripts.bench.tinker_clients import Client
+from scripts.bench.tinker_clients import Client, Work
 
 pytestmark = pytest.mark.slow
 
@@ -25,19 +25,19 @@ STEPS, TOKENS = 3, 16
 # A client that trains until it is killed.
 TRAINS = """
 import sys
-from scripts.bench.tinker_clients import Client
+from scripts.bench.tinker_clients import Client, Work
 client = Client(sys.argv[1], 9)
 print("created", flush=True)
-client.train(1000, 16)
+client.train(Work(num_steps=1000, num_tokens=16))
 """
 
 # A client that saves states until the server is gone.
 SAVES = """
 import itertools, sys
-from scripts.bench.tinker_clients import Client
+from scripts.bench.tinker_clients import Client, Work
 client = Client(sys.argv[1], 9)
 for number in itertools.count():
-    client.train(1, 8)
+    client.train(Work(num_steps=1, num_tokens=8))
     print(client.client.save_state(f"step-{number}").result().path, flush=True)
 """
 
@@ -62,7 +62,7 @@ def test_clients_train_at_once_as_each_does_alone_whatever_others_do(tmp_path: P
     model = build_model(tmp_path / "model")
     with serving(model, tmp_path, "--max-models", "8") as url:
         clients = [Client(url, number) for number in range(3)]
-        alone = [one.train(STEPS, TOKENS) for one in clients]
+        alone = [one.train(Work(num_steps=STEPS, num_tokens=TOKENS)) for one in clients]
         for one in clients:
             one.close()
         killed = start(TRAINS, url)
@@ -72,7 +72,10 @@ def test_clients_train_at_once_as_each_does_alone_whatever_others_do(tmp_path: P
         is_over = threading.Event()
         with ThreadPoolExecutor(4) as pool:
             flooding = pool.submit(clients[3].flood, is_over)
-            training = [pool.submit(one.train, STEPS, TOKENS) for one in clients[:3]]
+            training = [
+                pool.submit(one.train, Work(num_steps=STEPS, num_tokens=TOKENS))
+                for one in clients[:3]
+            ]
             killed.send_signal(signal.SIGKILL)
             killed.wait(60)
             together = [one.result(600) for one in training]
@@ -124,7 +127,7 @@ def test_a_full_disk_fails_a_save_and_nothing_else(tmp_path: Path) -> None:
     try:
         with serving(build_model(tmp_path / "model"), tmp_path) as url:
             client = Client(url, 0)
-            client.train(1, 8)
+            client.train(Work(num_steps=1, num_tokens=8))
             paths: list[str] = []
             with pytest.raises(tinker.RequestFailedError) as full:
                 save_until_it_fails(client, paths)
@@ -135,7 +138,7 @@ def test_a_full_disk_fails_a_save_and_nothing_else(tmp_path: Path) -> None:
             states = [one.tinker_path for one in listed if "/weights/" in one.tinker_path]
             assert states == paths
             rest.delete_checkpoint(client.client.model_id, "weights/s0").result(60)
-            client.train(1, 8)  # the sampler weights have room again
+            client.train(Work(num_steps=1, num_tokens=8))  # the sampler weights have room again
             client.close()
     finally:
         subprocess.run(["umount", str(small)], check=True)

@@ -13,7 +13,7 @@ from tinker import types
 
 from scripts.bench import tinker_clients
 from scripts.bench.environment_primitives import build_model
-from scripts.bench.tinker_clients import Client
+from scripts.bench.tinker_clients import Client, Work
 from tests.tinker_server.local_backend import LocalBackend, without_ray
 from tests.tinker_server.test_client import KEY, Served, served
 
@@ -41,14 +41,16 @@ def test_clients_train_at_once_as_each_does_alone(
     """Meanwhile another client asks for many samples and ends in the middle of them."""
     monkeypatch.setattr(tinker_clients, "FLOOD", 40)
     clients = [client(server, number) for number in range(3)]
-    alone = [one.train(STEPS, TOKENS) for one in clients]
+    alone = [one.train(Work(num_steps=STEPS, num_tokens=TOKENS)) for one in clients]
     for one in clients:
         one.close()
     clients = [client(server, number) for number in range(4)]
     is_over = threading.Event()
     with ThreadPoolExecutor(4) as pool:
         flooding = pool.submit(clients[3].flood, is_over)
-        training = [pool.submit(one.train, STEPS, TOKENS) for one in clients[:3]]
+        training = [
+            pool.submit(one.train, Work(num_steps=STEPS, num_tokens=TOKENS)) for one in clients[:3]
+        ]
         together = [one.result(LIMIT_S) for one in training]
         is_over.set()
         flooding.result(LIMIT_S)
@@ -67,7 +69,7 @@ def test_weights_of_all_clients_are_sampled_in_one_batch_and_scored(server: Serv
     samplers = {"base": service.create_sampling_client(base_model="tiny").result()}
     for one in clients:
         for step in range(2):
-            one.train(1, TOKENS)
+            one.train(Work(num_steps=1, num_tokens=TOKENS))
             path = one.client.save_weights_for_sampler(f"mark-{step}").result().path
             samplers[path] = service.create_sampling_client(model_path=path).result()
     prompt, params = (
@@ -138,7 +140,7 @@ def test_a_state_that_cannot_be_loaded_ends_its_model_alone(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = client(server, 0), client(server, 1)
-    first.train(1, TOKENS)
+    first.train(Work(num_steps=1, num_tokens=TOKENS))
     saved = first.client.save_state("here").result(LIMIT_S).path
     backend: LocalBackend = server.backend  # type: ignore[assignment]
     engine, _ = backend.engines[-2:]
@@ -150,7 +152,7 @@ def test_a_state_that_cannot_be_loaded_ends_its_model_alone(
     with pytest.raises(tinker.RequestFailedError) as raised:
         first.client.load_state(saved).result(LIMIT_S)
     assert first.client.model_id in str(raised.value)
-    assert second.train(1, TOKENS).rewards
+    assert second.train(Work(num_steps=1, num_tokens=TOKENS)).rewards
     service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
     again = service.create_training_client_from_state_with_optimizer(saved).result()
     assert again.get_info().model_name == "tiny"

@@ -12,7 +12,7 @@ PATIENCE_S = 1.0
 
 
 def make(
-    *, max_adapters: int = 2, max_of_owner: int | None = None
+    *, max_adapters: int = 2, batch_size: int | None = None
 ) -> tuple[SamplerScheduler[str], Clock]:
     clock = Clock()
     scheduler: SamplerScheduler[str] = SamplerScheduler(
@@ -20,7 +20,7 @@ def make(
         patience_s=PATIENCE_S,
         max_running=4,
         max_adapters=max_adapters,
-        max_of_owner=max_of_owner,
+        batch_size=batch_size,
     )
     scheduler.switched("base")
     return scheduler, clock
@@ -158,7 +158,7 @@ def test_a_flood_of_one_client_delays_another_by_what_runs_already() -> None:
 
 
 def test_a_flood_leaves_room_for_clients_that_are_active() -> None:
-    scheduler, clock = make(max_of_owner=2)
+    scheduler, clock = make(batch_size=4)
     for number in range(1000):
         scheduler.add("base", f"flood {number}", owner="flood")
     assert len(scheduler.admit()) == 4  # no other owner is active
@@ -175,8 +175,25 @@ def test_a_flood_leaves_room_for_clients_that_are_active() -> None:
     assert len(scheduler.admit()) == 2  # the other has left
 
 
+def test_owners_that_sample_at_the_same_time_have_equal_shares() -> None:
+    scheduler, _ = make(batch_size=4, max_adapters=4)
+    for number in range(8):
+        scheduler.add("base", f"flood {number}", owner="flood")
+    assert len(scheduler.admit()) == 4
+    for name in ("x", "y", "z"):
+        scheduler.add("base", name, owner=name)
+    scheduler.ended(3, owner="flood")
+    assert scheduler.admit() == ["x", "y", "z"]
+    scheduler.ended(1, owner="x")
+    assert scheduler.admit() == []  # three owners, so each has one of four
+    scheduler.ended(1, owner="y")
+    assert scheduler.admit() == ["flood 4"]  # two owners
+    scheduler.ended(1, owner="z")
+    assert scheduler.admit() == []  # the others may come back, so half of the batch is theirs
+
+
 def test_a_request_larger_than_a_share_runs_when_its_owner_has_nothing_else() -> None:
-    scheduler, _ = make(max_of_owner=2)
+    scheduler, _ = make(batch_size=4)
     scheduler.add("base", "other", owner="other")
     scheduler.add("base", "large", 3, owner="large")
     assert scheduler.admit() == ["other", "large"]
@@ -215,12 +232,12 @@ def test_a_dead_replica_runs_nothing() -> None:
         max_size=40,
     ),
     st.randoms(),
-    st.sampled_from([None, 2]),
+    st.sampled_from([None, 4]),
 )
 def test_every_request_runs_under_its_own_weights_and_none_is_lost(  # type: ignore[no-untyped-def]
-    arrivals, random, max_of_owner
+    arrivals, random, batch_size
 ) -> None:
-    scheduler, clock = make(max_of_owner=max_of_owner)
+    scheduler, clock = make(batch_size=batch_size)
     wanted: dict[str, str] = {}
     who: dict[str, tuple[str, int]] = {}
     ran: list[str] = []

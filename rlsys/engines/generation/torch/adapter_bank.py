@@ -5,7 +5,9 @@
 
 The base model computes all rows at once. The rows are then grouped by adapter, and two batched
 products add each group's part. So a pass of K policies needs few more calls than one of a single
-policy, and each row gets the same arithmetic as in a pass of its own policy alone.
+policy, and each row gets the same arithmetic as in a pass of its own policy alone. Layers with the
+same input share both products: their A stand side by side, and their B on the diagonal of one
+matrix, whose zeros change no sum.
 
 Shape legend: U rows of a pass, T tokens of a row, N = U · T, I inputs and O outputs of a layer,
 K adapters, M rows of the largest group, R the largest rank.
@@ -36,7 +38,7 @@ class _Joined:
     """Factors of the running adapters in layers that have the same input."""
 
     a: torch.Tensor  # [K, I, layers · R]
-    b: Sequence[torch.Tensor]  # of each layer, [K, R, O]
+    b: torch.Tensor  # [K, layers · R, sum of O], zero outside of a layer's own block
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class _Groups:
 
     num_rows: int  # U
     index: torch.Tensor | None  # [K · M], padded with row 0; None: all rows, of the only adapter
-    filled: torch.Tensor | None  # places of `index` without padding; None: all
-    rows: torch.Tensor | None  # rows at these places
+    places: torch.Tensor | None  # [U], the place in `index` of each row, K · M without adapter
+    is_mixed: bool  # some rows have no adapter
 
 
 class AdapterBank:
@@ -145,18 +147,18 @@ class AdapterBank:
 
     def _groups_of(self, numbers: npt.NDArray[Any], num_rows: int) -> _Groups:
         if len(self._running) == 1 and (numbers == self._running[0]).all():
-            return _Groups(num_rows, None, None, None)
+            return _Groups(num_rows, None, None, is_mixed=False)
         members = [np.flatnonzero(numbers == one) for one in self._running]
         # Kernels for blocks of rows sum a row in the same order however many blocks there are.
         size = round_up(max(map(len, members)), ROW_BLOCK)  # M
         index = np.zeros((len(members), size), np.int64)
-        for place, rows in enumerate(members):
-            index[place, : len(rows)] = rows
-        is_filled = np.arange(size) < np.array([len(rows) for rows in members])[:, None]
-        filled = None if is_filled.all() else self._tensor(np.flatnonzero(is_filled))
-        return _Groups(
-            num_rows, self._tensor(index.ravel()), filled, self._tensor(np.concatenate(members))
-        )
+        places = np.zeros(num_rows, np.int64)
+        places[: len(numbers)] = index.size
+        for number, rows in enumerate(members):
+            index[number, : len(rows)] = rows
+            places[rows] = number * size + np.arange(len(rows))
+        is_mixed = bool((numbers == NO_ADAPTER).any())
+        return _Groups(num_rows, self._tensor(index.ravel()), self._tensor(places), is_mixed)
 
     def _tensor(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
@@ -173,21 +175,14 @@ class AdapterBank:
         picked = tokens if groups.index is None else tokens.index_select(0, groups.index)
         num_adapters, inputs, _ = joined.a.shape
         picked = picked.float().reshape(num_adapters, -1, inputs)  # [K, M · T, I]
-        inner = torch.bmm(picked, joined.a)  # [K, M · T, layers · R]
-        total = y.reshape(*tokens.shape[:2], -1)
-        total = total if total.dtype is torch.float32 else total.float()
-        start, rank = 0, joined.b[0].shape[1]
-        for number, b in enumerate(joined.b):
-            end = start + b.shape[2]
-            added = torch.bmm(inner[..., number * rank : (number + 1) * rank], b)  # [K, M · T, O]
-            added = added.reshape(-1, tokens.shape[1], b.shape[2])
-            if groups.rows is None:
-                total[..., start:end] += added
-            else:
-                own = added if groups.filled is None else added[groups.filled]
-                total[..., start:end].index_add_(0, groups.rows, own)
-            start = end
-        return total.to(y.dtype).reshape(y.shape)
+        added = torch.bmm(torch.bmm(picked, joined.a), joined.b)  # [K, M · T, O]
+        added = added.reshape(-1, tokens.shape[1], added.shape[2])  # [K · M, T, O]
+        if groups.places is not None:
+            if groups.is_mixed:
+                added = nn.functional.pad(added, (0, 0, 0, 0, 0, 1))
+            added = added.index_select(0, groups.places)  # [U, T, O]
+        added = added.reshape(y.shape)
+        return y.add_(added) if y.dtype is torch.float32 else (y.float() + added).to(y.dtype)
 
     def _hook(
         self, group: tuple[str, ...], module: nn.Module, args: Any, output: torch.Tensor
@@ -204,7 +199,7 @@ class AdapterBank:
             if any(name in factors for factors in adapters for name in group):
                 pairs = [self._of_layer(name, adapters, rank) for name in group]
                 self._joined[group] = _Joined(
-                    torch.cat([a for a, _ in pairs], -1), [b for _, b in pairs]
+                    torch.cat([a for a, _ in pairs], -1), _diagonal([b for _, b in pairs])
                 )
 
     def _of_layer(
@@ -219,6 +214,11 @@ class AdapterBank:
                 a[place, :, : len(one.a)] = one.a.t()
                 b[place, : len(one.a)] = one.b.t() * one.scaling
         return a, b
+
+
+def _diagonal(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return matrices with the blocks [K, rows, columns] on their diagonals."""
+    return torch.stack([torch.block_diag(*one) for one in zip(*blocks, strict=True)])
 
 
 def unknown_adapter(name: str, number: int) -> InvalidValue:
