@@ -197,6 +197,11 @@ def actor_wait_s(actor: str) -> str:
     return f"time/wait_s/{actor}"
 
 
+def actor_cpu_s(actor: str) -> str:
+    """Return the name of the CPU time of an actor's process, over its work and its waiting."""
+    return f"time/cpu_s/{actor}"
+
+
 def of_held_out(name: str) -> str:
     """Return the name of a metric of the loss for held-out completions."""
     return f"eval/{name}"

@@ -57,6 +57,7 @@ def test_every_metric_is_explained() -> None:
         metrics.rollouts_dropped("REASON"),
         metrics.queue_depth("STAGE"),
         metrics.waited_s("STAGE", "REASON"),
+        metrics.actor_cpu_s("ACTOR"),
         metrics.actor_work_s("ACTOR"),
         metrics.actor_wait_s("ACTOR"),
         metrics.of_held_out("METRIC"),

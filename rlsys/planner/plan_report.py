@@ -128,6 +128,7 @@ def profile_lines(profile: StackProfile) -> Iterator[str]:
     yield f"rest of a step per group: {profile.rest_s * 1e3:.2f} ms"
     yield f"one reward: {profile.reward_s * 1e3:.2f} ms"
     yield f"the controller's process per group: {profile.controller_s * 1e3:.2f} ms"
+    yield f"CPU time of actors beyond their work, per group: {profile.other_s * 1e3:.2f} ms"
     yield f"spread of a predicted step: {profile.step_spread:.0%}"
 
 

@@ -164,6 +164,7 @@ class Constants:
         rest_s: Seconds of a step per group that no other constant explains.
         reward_s: Seconds of a process per reward of a rollout.
         controller_s: Seconds of the controller's process per group.
+        other_s: CPU seconds of actors beyond their work, per group.
     """
 
     values: Mapping[str, float]
@@ -172,6 +173,7 @@ class Constants:
     rest_s: float = 0.0
     reward_s: float = 0.0
     controller_s: float = 0.0
+    other_s: float = 0.0
 
     def __getitem__(self, name: str) -> float:
         return self.values[name]

@@ -10,7 +10,8 @@ Three parts are fitted one after the other:
                 sizes separate them
     rest        of a step after all others, per group
 
-Rewards are measured per rollout, and the controller's process per group.
+Rewards are measured per rollout. The controller's process, and the CPU time of actors beyond their
+work, are measured per group.
 
 The first two use closed forms. A simulation of the controller then corrects them: it has the run's
 micro-batches, batches of rollouts, and shared cores.
@@ -103,7 +104,7 @@ class MeasuredRun:
             return 1.0
         times = self.medians
         busy_s = times.train_s * self.plan.trainer_gpus + times.reward_s + times.controller_s
-        busy_s += times.generation_s * self.plan.generation_gpus
+        busy_s += times.other_s + times.generation_s * self.plan.generation_gpus
         if self.plan.max_staleness == 0 or self.plan.placement == "colocated":
             # generation and training take turns, so that only one kind is busy at a time
             most = max(self.plan.trainer_gpus, self.plan.generation_gpus)
@@ -148,6 +149,7 @@ def calibrated(
             run.medians.reward_s * run.core_share / run.shape.workload.rollouts for run in runs
         ),
         controller_s=median(run.medians.controller_s / run.shape.workload.prompts for run in runs),
+        other_s=median(run.medians.other_s / run.shape.workload.prompts for run in runs),
         moe=moe,
         probe=probe,
     )

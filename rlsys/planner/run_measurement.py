@@ -24,7 +24,7 @@ MIN_STEPS: Final = 5  # steps after them
 MAX_TIME_S: Final = 1e12  # of any time in the metrics: time/unix_s is about 1.8e9
 MAX_OVERLAP: Final = 1.5  # training beyond the step's time: publishing may reach into the next step
 
-_ACTOR: Final = re.compile(r"time/(work|wait)_s/([a-z]+-\d+)")
+_ACTOR: Final = re.compile(r"time/(work|wait|cpu)_s/([a-z]+-\d+)")
 
 Line = Mapping[str, float]
 
@@ -41,6 +41,7 @@ class StepMedians:
         sync_s: Pause of a replica while it loads weights.
         reward_s: Work of all reward processes.
         controller_s: CPU time of the controller's process. 0 without a report.
+        other_s: CPU time of all actors beyond their work, such as Ray's threads.
         completion_tokens: Mean length of a completion.
         spread: Standard deviation of the logarithm of `step_s` between steps.
     """
@@ -52,6 +53,7 @@ class StepMedians:
     sync_s: float
     reward_s: float
     controller_s: float
+    other_s: float
     completion_tokens: float
     spread: float
 
@@ -91,38 +93,59 @@ def step_medians(
         fmean(times[first : first + period]) for first in range(len(times) - period + 1)
     )
     logs = [math.log(seconds) for seconds in times]
+    actors = _actors(used)
     return StepMedians(
         num_steps=len(used),
         step_s=step_s,
         train_s=median(line[metrics.TIME_TRAIN_S] for line in used),
-        generation_s=step_s * _busy(used, "rollout") / max(1, _number_of(used, "rollout")),
+        generation_s=step_s * _busy(actors, "rollout") / max(1, _number_of(actors, "rollout")),
         sync_s=median(line.get(metrics.TIME_GENERATION_PAUSE_S, 0.0) for line in used),
-        reward_s=step_s * _busy(used, "reward"),
+        reward_s=step_s * _busy(actors, "reward"),
         controller_s=median(line.get(metrics.TIME_CONTROLLER_S, 0.0) for line in used),
+        other_s=step_s * sum(one.other for one in actors.values()),
         completion_tokens=fmean(line[metrics.COMPLETION_TOKENS_MEAN] for line in used),
         spread=pstdev(logs) / math.sqrt(len(logs)),
     )
 
 
-def _busy(lines: Sequence[Line], kind: str) -> float:
-    """Return the mean number of actors of a kind that work at a time.
+@dataclass(frozen=True)
+class _Actor:
+    """Shares of an actor's time.
 
-    An actor's report covers its own interval, so work is compared with work and waiting.
+    An actor's report covers its own interval, so work and CPU time are compared with the interval.
     """
-    work: dict[str, float] = defaultdict(float)
-    total: dict[str, float] = defaultdict(float)
+
+    work: float  # in which it works
+    other: float  # CPU time beyond its work
+
+
+def _actors(lines: Sequence[Line]) -> Mapping[str, _Actor]:
+    """Return the actors that have reported, by name."""
+    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for line in lines:
         for name, seconds in line.items():
-            if (match := _ACTOR.fullmatch(name)) and match[2].rpartition("-")[0] == kind:
-                total[match[2]] += seconds
-                work[match[2]] += seconds if match[1] == "work" else 0.0
-    return sum(work[name] / total[name] for name in work if total[name])
+            if match := _ACTOR.fullmatch(name):
+                sums[match[2]][match[1]] += seconds
+    found = {}
+    for name, one in sums.items():
+        if interval_s := one["work"] + one["wait"]:
+            other_s = max(0.0, one["cpu"] - one["work"])
+            found[name] = _Actor(one["work"] / interval_s, other_s / interval_s)
+    return found
 
 
-def _number_of(lines: Sequence[Line], kind: str) -> int:
+def _busy(actors: Mapping[str, _Actor], kind: str) -> float:
+    """Return the mean number of actors of a kind that work at a time."""
+    return sum(one.work for name, one in actors.items() if _kind(name) == kind)
+
+
+def _number_of(actors: Mapping[str, _Actor], kind: str) -> int:
     """Return the number of actors of a kind."""
-    matches = (_ACTOR.fullmatch(name) for name in set().union(*lines))
-    return len({match[2] for match in matches if match and match[2].rpartition("-")[0] == kind})
+    return sum(_kind(name) == kind for name in actors)
+
+
+def _kind(actor: str) -> str:
+    return actor.rpartition("-")[0]
 
 
 def _check(run: str, line: Line) -> None:

@@ -260,6 +260,7 @@ def step_time(
     if cluster.gpu.products:
         busy_s = plan.trainer_gpus * trained + plan.generation_gpus * generated
         busy_s += constants.reward_s * shape.workload.rollouts + received
+        busy_s += constants.other_s * shape.workload.prompts
         parts["shared_cores"] = max(0.0, busy_s / cluster.num_gpus - sum(parts.values()))
     parts = {name: seconds for name, seconds in parts.items() if seconds}
     seconds = sum(parts.values())

@@ -114,6 +114,7 @@ def simulate_run(
             reward_s=lambda: constants.reward_s,
             tools_s=tool_times(workload, config.seed),
             controller_s=constants.controller_s / workload.group_size,
+            other_s=constants.other_s / workload.group_size if cluster.gpu.products else 0.0,
         ),
         num_warm_up=num_warm_up,
         num_cores=cluster.num_gpus if cluster.gpu.products else math.inf,

@@ -94,7 +94,8 @@ class TrainerModel:
 class Work:
     """The work of a run: lengths in tokens, times of one reward and of tools in seconds.
 
-    `controller_s` is the time of the controller's process per rollout.
+    `controller_s` is the time of the controller's process per rollout. `other_s` is the time per
+    rollout in which other threads need a core, and for which nothing waits.
     """
 
     prompt_tokens: Callable[[int], int]  # by index of the prompt
@@ -102,6 +103,7 @@ class Work:
     reward_s: Callable[[], float] = lambda: 0.0
     tools_s: DrawTools = no_tools
     controller_s: float = 0.0
+    other_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +270,7 @@ async def _simulate(
     source = flow.source
     parts = source.parts if isinstance(source, PlayStage) else None
     num_own = config.rollout.num_replicas
-    process = TimedController(seconds=work.controller_s, cores=cores)
+    process = TimedController(seconds=work.controller_s, other_s=work.other_s, cores=cores)
     report_s = REPORT_S if config.rollout.borrow else None
     replicas = [
         _replica(number, replica, work, process, parts, report_s) for number in range(num_own)

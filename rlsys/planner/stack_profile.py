@@ -66,6 +66,7 @@ class StackProfile:
         rest_s: Seconds of a step per group that the other times do not explain.
         reward_s: Seconds of a process per reward.
         controller_s: Seconds of the controller's process per group.
+        other_s: CPU seconds of actors beyond their work, per group.
         step_spread: Standard deviation of log(measured / predicted) of a step.
         moe: Whether the runs' models have experts.
         probe: Rates of this machine's CPUs, if they train.
@@ -79,6 +80,7 @@ class StackProfile:
     rest_s: float = 0.0
     reward_s: float = 0.0
     controller_s: float = 0.0
+    other_s: float = 0.0
     step_spread: float = 0.3
     moe: bool = False
     probe: CpuProbe | None = None
@@ -106,6 +108,7 @@ class StackProfile:
             rest_s=self.rest_s,
             reward_s=self.reward_s,
             controller_s=self.controller_s,
+            other_s=self.other_s,
         )
 
 
@@ -163,7 +166,7 @@ def check_profile(profile: StackProfile) -> None:
     for name, spread in spreads.items():
         if not 0 < spread <= MAX_SPREAD:
             raise ValueError(f"{name}={spread} must be above 0 and at most {MAX_SPREAD:g}")
-    for name in ("rest_s", "reward_s", "controller_s"):
+    for name in ("rest_s", "reward_s", "controller_s", "other_s"):
         if getattr(profile, name) > MAX_FACTOR:
             raise ValueError(f"{name}={getattr(profile, name)} must be at most {MAX_FACTOR:g}")
 

@@ -44,6 +44,7 @@ MEASURED = StepMedians(
     sync_s=0.5,
     reward_s=0.1,
     controller_s=0.2,
+    other_s=0.0,
     completion_tokens=400.0,
     spread=0.0,
 )

@@ -66,6 +66,7 @@ def made_run(
         sync_s=0.5,
         reward_s=0.256,
         controller_s=0.512,
+        other_s=0.064,
         completion_tokens=500.0,
         spread=0.01,
     )
@@ -103,6 +104,7 @@ def test_one_run_predicts_itself(training: float, decoding: float, rest_s: float
     assert profile.devices == ("H100",)
     assert profile.reward_s == pytest.approx(1e-3)
     assert profile.controller_s == pytest.approx(16e-3)  # a group has eight rollouts
+    assert profile.other_s == pytest.approx(2e-3)
 
 
 def test_models_of_different_sizes_separate_kernels_and_host() -> None:

@@ -68,6 +68,14 @@ def test_the_time_of_a_step_is_a_mean_over_steps_that_end_at_once() -> None:
     assert step_medians("run", steps, period=99).step_s == pytest.approx(8 / 3)
 
 
+def test_cpu_time_beyond_the_work_of_an_actor_counts_as_other_work() -> None:
+    cpu = {"time/cpu_s/rollout-0": 1.2, "time/cpu_s/rollout-1": 0.3, "time/cpu_s/reward-0": 0.15}
+    found = step_medians("run", [one | cpu for one in lines()])
+    # of each second: 0.3 of the first replica, none of the second, 0.05 of the rewards
+    assert found.other_s == pytest.approx(2.0 * (0.3 + 0.05))
+    assert step_medians("run", lines()).other_s == 0.0
+
+
 def test_a_run_without_reports_of_actors_has_no_time_of_generation() -> None:
     plain = [{k: v for k, v in one.items() if "work_s" not in k} for one in lines()]
     assert step_medians("run", plain).generation_s == 0.0

@@ -99,6 +99,7 @@ def run(
     tools_s: Sequence[float] = (),
     reward_s: float = 0.0,
     controller_s: float = 0.0,
+    other_s: float = 0.0,
     num_cores: float = math.inf,
     costs: Costs | None = None,
     num_replicas: int = 1,
@@ -133,6 +134,7 @@ def run(
             reward_s=lambda: reward_s,
             tools_s=lambda request: tools_s,
             controller_s=controller_s,
+            other_s=other_s,
         ),
         num_cores=num_cores,
     )
@@ -250,6 +252,14 @@ def test_the_controllers_process_receives_one_rollout_after_the_other() -> None:
     bound = AsyncConfig(max_staleness=1)
     slowest = run(bound, num_steps=12, controller_s=5.0)
     assert slowest.mean_step_s == pytest.approx(8 * 5.0, rel=0.15)
+
+
+def test_nothing_waits_for_other_threads_that_need_a_core() -> None:
+    # 8 rollouts of a step, 20 s of generation and the training of a step on one core
+    spare = run(SEQUENTIAL, other_s=0.5, num_cores=2)
+    assert spare.mean_step_s == pytest.approx(20 + TRAINED_S)
+    shared = run(SEQUENTIAL, other_s=0.5, num_cores=1)
+    assert shared.mean_step_s == pytest.approx(20 + TRAINED_S + 8 * 0.5)
 
 
 def test_workers_share_one_core() -> None:

@@ -39,6 +39,7 @@ PROFILE = StackProfile(
     rest_s=2.0,
     reward_s=1e-3,
     controller_s=2e-3,
+    other_s=3e-3,
     step_spread=0.12,
 )
 
@@ -60,6 +61,7 @@ def test_factors_reach_the_constants() -> None:
     assert after.step_host == pytest.approx(0.5 * before.step_host)
     assert after.row_host == pytest.approx(0.5 * before.row_host)
     assert (found.rest_s, found.reward_s, found.controller_s) == (2.0, 1e-3, 2e-3)
+    assert found.other_s == 3e-3
     assert found.spreads["rl_step"] == 0.12
     assert base.rest_s == 0.0
 

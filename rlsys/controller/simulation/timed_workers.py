@@ -96,14 +96,23 @@ def no_tools(request: GenerationRequest) -> Sequence[float]:
 
 @dataclass(kw_only=True)
 class TimedController:
-    """The process of the controller: it takes a time for each rollout, one after the other."""
+    """The process of the controller: it takes a time for each rollout, one after the other.
+
+    `other_s` is the time per rollout in which other threads of the run need a core beside it.
+    """
 
     seconds: float = 0.0
+    other_s: float = 0.0
     cores: SharedCores = field(default_factory=SharedCores)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _others: set[asyncio.Future[None]] = field(default_factory=set)  # a loop has weak references
 
     async def receive(self, num_rollouts: int) -> None:
         """Let the process work on rollouts that have arrived."""
+        if self.other_s:
+            task = asyncio.ensure_future(self.cores.work(num_rollouts * self.other_s))
+            self._others.add(task)
+            task.add_done_callback(self._others.discard)
         if self.seconds:
             async with self._turn:
                 await self.cores.work(num_rollouts * self.seconds)

@@ -228,10 +228,11 @@ class Recorder:
         self._lending[metrics.not_lent(reason)] += 1
 
     def actor_reported(self, report: TraceBatch) -> None:
-        """Keep an actor's times of work and of waiting, and its load, for the next line."""
+        """Keep an actor's times of work, of waiting and of CPU, and its load, for the next line."""
         self._actors |= {
             metrics.actor_work_s(report.process): report.work_s,
             metrics.actor_wait_s(report.process): report.wait_s,
+            metrics.actor_cpu_s(report.process): report.cpu_s,
             **_engine_load(report),
         }
 

@@ -50,13 +50,17 @@ def unix_clock() -> Clock:
 
 @dataclass(frozen=True)
 class TraceBatch:
-    """Events that one process recorded since it was last drained."""
+    """Events that one process recorded since it was last drained.
+
+    `cpu_s` is the CPU time of the process, 0 of a further tracer in the same process.
+    """
 
     process: str
     events: list[Event]
     num_lost: int
     work_s: float = 0.0
     wait_s: float = 0.0
+    cpu_s: float = 0.0
 
 
 class Tracer:
@@ -69,7 +73,12 @@ class Tracer:
     """
 
     def __init__(
-        self, process: str, *, clock: Clock | None = None, max_pending: int = MAX_PENDING
+        self,
+        process: str,
+        *,
+        clock: Clock | None = None,
+        cpu_clock: Callable[[], float] | None = time.process_time,
+        max_pending: int = MAX_PENDING,
     ) -> None:
         self.process = process
         self._max_pending = max_pending
@@ -80,13 +89,15 @@ class Tracer:
         self._num_jobs = 0
         self._counted_until_ns = self.now()
         self._work_ns = self._wait_ns = 0
+        self._cpu_clock = cpu_clock
+        self._cpu_s = cpu_clock() if cpu_clock else 0.0  # at the last drain
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (self.process, self._max_pending)
 
     def of(self, process: str) -> Tracer:
         """Return a tracer of another name, for tracks that overlap those of this one."""
-        return Tracer(process, clock=self.now, max_pending=self._max_pending)
+        return Tracer(process, clock=self.now, cpu_clock=None, max_pending=self._max_pending)
 
     def span(self, track: str, name: str, **args: Any) -> TraceSpan:
         """Return a context that records a span.
@@ -146,10 +157,16 @@ class Tracer:
     def drain(self) -> TraceBatch:
         """Return what was recorded since the last call."""
         self._count(0)
+        cpu_s = self._cpu_clock() if self._cpu_clock else 0.0
         batch = TraceBatch(
-            self.process, self._events, self._num_lost, self._work_ns / 1e9, self._wait_ns / 1e9
+            self.process,
+            self._events,
+            self._num_lost,
+            work_s=self._work_ns / 1e9,
+            wait_s=self._wait_ns / 1e9,
+            cpu_s=cpu_s - self._cpu_s,
         )
-        self._events, self._num_lost = [], 0
+        self._events, self._num_lost, self._cpu_s = [], 0, cpu_s
         self._work_ns = self._wait_ns = 0
         return batch
 

@@ -276,5 +276,6 @@ def test_the_load_of_engines_is_a_mean_over_a_step(monkeypatch: pytest.MonkeyPat
     watcher.actor_reported(tracer.drain())
     for step in (1, 2):
         watcher.step_trained(TrainedStep(step=step, result=RESULT, groups=[], columns={}))
+    assert lines[0]["time/cpu_s/rollout-0"] >= 0
     loads = [{k: v for k, v in line.items() if k.startswith("engine/")} for line in lines]
     assert loads == [{"engine/running/rollout-0": 6, "engine/waiting/rollout-0": 3}, {}]

@@ -217,6 +217,14 @@ def test_work_and_wait_times_add_up() -> None:
     assert tracer.drain().work_s == 7.0
 
 
+def test_the_cpu_time_of_a_process_counts_once() -> None:
+    cpu = iter([10.0, 10.5, 12.0])
+    tracer = Tracer("rollout 0", clock=FakeClock(), cpu_clock=lambda: next(cpu))
+    further = tracer.of("rollout 1")
+    assert [tracer.drain().cpu_s for _ in range(2)] == [0.5, 1.5]
+    assert further.drain().cpu_s == 0.0
+
+
 def test_a_tracer_takes_the_clock_of_where_it_arrives() -> None:
     tracer = Tracer("rollout 0", clock=FakeClock(), max_pending=3)
     tracer.instant("generate", "token")
