@@ -44,15 +44,22 @@ PATIENCE_S = 1.0
 # Adapters that are kept in memory for later requests, as a multiple of those that may run at once.
 KEPT = 4
 
+# Completions of a sample that are scheduled together. Owners take turns with parts of this size.
+PART = 8
+
 
 @dataclass(eq=False, kw_only=True)
 class _WaitingSample:
+    """A part of a sample: requests that run at the same time."""
+
     weights: SamplerWeights
     owner: str
     adapter: int
     requests: Sequence[GenerationRequest]
     answers: dict[str, asyncio.Future[Generation]]
+    is_admitted: bool = False
     is_submitted: bool = False
+    is_dropped: bool = False  # cancelled when it was admitted and not submitted yet
 
 
 class RaySampler:
@@ -143,37 +150,55 @@ class RaySampler:
 
         Owners take turns.
         """
-        loop = asyncio.get_running_loop()
-        answers = {one.request_id: loop.create_future() for one in requests}
-        whole = self._whole(weights)
-        sample = _WaitingSample(
-            weights=weights,
-            owner=owner,
-            adapter=weights.number if whole != weights.key else 0,
-            requests=requests,
-            answers=answers,
-        )
-        self._answers.update((name, (sample, answer)) for name, answer in answers.items())
-        self._scheduler.add(whole, sample, len(requests), owner=owner, adapter=sample.adapter)
+        parts = [
+            self._add(weights, requests[start : start + PART], owner)
+            for start in range(0, len(requests), PART)
+        ]
         self._wake()
         if self._task is None or self._task.done():
             self._task = start_task(
                 self._serve(), name=f"{self._name} scheduling", fail=self._failed
             )
         try:
-            return await gather_all(list(answers.values()))
+            return await gather_all([answer for one in parts for answer in one.answers.values()])
         finally:
-            self._forget(sample)
+            for one in parts:
+                self._forget(one)
+
+    def _add(
+        self, weights: SamplerWeights, requests: Sequence[GenerationRequest], owner: str
+    ) -> _WaitingSample:
+        """Add a part of a sample to the waiting ones."""
+        loop = asyncio.get_running_loop()
+        whole = self._whole(weights)
+        part = _WaitingSample(
+            weights=weights,
+            owner=owner,
+            adapter=weights.number if whole != weights.key else 0,
+            requests=requests,
+            answers={one.request_id: loop.create_future() for one in requests},
+        )
+        self._answers.update((name, (part, answer)) for name, answer in part.answers.items())
+        self._scheduler.add(whole, part, len(requests), owner=owner, adapter=part.adapter)
+        return part
 
     def _forget(self, sample: _WaitingSample) -> None:
-        """Abort what has not ended of a sample."""
+        """Abort what has not ended of a part."""
         left = [name for name in sample.answers if name in self._answers]
-        if not sample.is_submitted:
+        if not left:
+            return
+        if sample.is_submitted:
+            if self._worker is not None and not self._worker.is_dead:
+                self._worker_call("abort", left)
+            return
+        if sample.is_admitted:
+            sample.is_dropped = True
+            self._end(sample, len(sample.requests))
+        else:
             self._scheduler.remove(sample)
-            for name in left:
-                del self._answers[name]
-        elif left and self._worker is not None and not self._worker.is_dead:
-            self._worker_call("abort", left)
+        for name in left:
+            del self._answers[name]
+        self._wake()
 
     def _worker_call(self, method: str, *args: Any) -> None:
         assert self._worker is not None
@@ -257,11 +282,14 @@ class RaySampler:
                 await self._switch(worker, key)
         admitted = self._scheduler.admit()
         for sample in admitted:
-            sample.is_submitted = True
-        admitted = [one for one in admitted if await self._has_adapter(worker, one)]
-        if not admitted:
+            sample.is_admitted = True
+        loaded = [one for one in admitted if await self._has_adapter(worker, one)]
+        ready = [one for one in loaded if not one.is_dropped]
+        if not ready:
             return
-        await worker.call("submit", [one for sample in admitted for one in self._turns(sample)])
+        for sample in ready:
+            sample.is_submitted = True
+        await worker.call("submit", [one for sample in ready for one in self._turns(sample)])
         if self._collecting is None or self._collecting.done():
             self._collecting = start_task(self._collect(worker), name=self._name, fail=self._failed)
 
@@ -295,8 +323,9 @@ class RaySampler:
             assert weights.directory is not None
             await worker.call("add_adapter", sample.adapter, weights.directory / ADAPTER_DIRECTORY)
         except (ValueError, OSError) as error:
-            self._fail_one(sample, error)
-            self._end(sample, len(sample.requests))
+            if not sample.is_dropped:
+                self._fail_one(sample, error)
+                self._end(sample, len(sample.requests))
             self._wake()
             return False
         self._loaded[sample.adapter] = None

@@ -9,9 +9,10 @@ any number of adapters of the base model. Requests of different adapters run in 
 version samples a completion from its first token to its last.
 
 Owners, the clients, take turns: the next request is the oldest one of the owner with the fewest
-running completions. Owners that sample at the same time have equal shares of the batch. While
-another owner is active, an owner has at most half of the batch, so that the other one need not wait
-for its completions to end.
+running completions, and among several such owners, of the one whose last turn was longest ago.
+Owners that sample at the same time have equal shares of the batch. While another owner is active,
+an owner has at most half of the batch, so that the other one need not wait for its completions to
+end.
 
 Requests for the current whole weights are admitted until a request for others has waited for
 `patience_s`. Then running requests finish, and the replica loads the weights of the request that
@@ -67,6 +68,7 @@ class SamplerScheduler(Generic[T]):
         self._max_adapters = max_adapters
         self._batch_size = batch_size
         self._last_s: dict[str, float] = {}  # when owners were active, the longest ago first
+        self._turns: dict[str, int] = {}  # number of the last turn of these owners
         self._numbers = itertools.count()
         # By whole weights, then by owner, the oldest first. No queue is empty.
         self._waiting: dict[str, dict[str, deque[_Waiting[T]]]] = {}
@@ -119,6 +121,7 @@ class SamplerScheduler(Generic[T]):
             self._waiting[self.current][one.owner].popleft()
             self._forget_empty(self.current, one.owner)
             self._running[one.owner] += one.size
+            self._turns[one.owner] = next(self._numbers)
             if one.adapter:
                 self._adapters[one.adapter] += one.size
             admitted.append(one.request)
@@ -133,7 +136,10 @@ class SamplerScheduler(Generic[T]):
         firsts = [one for one in firsts if not self._has_its_share(one)]
         if not firsts:
             return None
-        first = min(firsts, key=lambda one: (self._running[one.owner], one.number))
+        first = min(
+            firsts,
+            key=lambda one: (self._running[one.owner], self._turns.get(one.owner, -1), one.number),
+        )
         if self.num_running and self.num_running + first.size > self._max_running:
             return None
         is_another = first.adapter and first.adapter not in self._adapters
@@ -150,7 +156,7 @@ class SamplerScheduler(Generic[T]):
         if self._batch_size is None or not num_running:
             return False
         now = self._clock()
-        is_alone = all(
+        is_alone = self._num_owners == 1 and all(
             owner == one.owner or now - last_s >= ACTIVE_S for owner, last_s in self._last_s.items()
         )
         share = self._batch_size // max(2, self._num_owners)
@@ -167,7 +173,9 @@ class SamplerScheduler(Generic[T]):
         self._last_s.pop(owner, None)
         self._last_s[owner] = now
         while now - next(iter(self._last_s.values())) >= ACTIVE_S:
-            del self._last_s[next(iter(self._last_s))]
+            gone = next(iter(self._last_s))
+            del self._last_s[gone]
+            self._turns.pop(gone, None)
 
     def waiting_for(self, whole: str) -> list[T]:
         """Return the requests that wait for these whole weights."""

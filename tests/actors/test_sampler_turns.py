@@ -39,6 +39,7 @@ class FakeWorker:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     died: asyncio.Event = field(default_factory=asyncio.Event)
     start_error: Exception | None = None
+    may_load: asyncio.Event | None = None  # adapters wait for it
 
     async def watch(self) -> None:
         await self.died.wait()
@@ -67,6 +68,8 @@ class FakeWorker:
             case "add_adapter":
                 if args[0] in self.fails:
                     raise self.fails[args[0]]
+                if self.may_load is not None:
+                    await self.may_load.wait()
                 self.loaded.add(args[0])
             case "score":
                 return self.scores
@@ -208,6 +211,44 @@ def test_a_flood_of_one_client_waits_behind_one_request_of_another(tmp_path: Pat
         for each in flood:
             each.cancel()
         await asyncio.gather(*flood, return_exceptions=True)
+        await one.sampler.close()
+
+    asyncio.run(main())
+
+
+def test_a_large_request_takes_turns_with_others() -> None:
+    async def main() -> None:
+        one = Sampler(max_running=8)
+        large = [one.asks(BASE, f"large-{n}", "large", size=100) for n in range(2)]
+        assert len(await one.names()) == 8
+        small = one.asks(BASE, "small", "small")
+        one.worker.finish(*[f"large-0:{index}" for index in range(8)])
+        assert "small:0" in await one.names()
+        one.worker.finish("small:0")
+        assert len(await small) == 1
+        for each in large:
+            each.cancel()
+        await asyncio.gather(*large, return_exceptions=True)
+        await one.sampler.close()
+
+    asyncio.run(main())
+
+
+def test_a_request_that_is_cancelled_while_its_adapter_loads_never_runs(tmp_path: Path) -> None:
+    async def main() -> None:
+        one = Sampler(max_running=2)
+        await one.sampler.start()
+        one.worker.may_load = asyncio.Event()
+        cancelled = one.asks(adapter(tmp_path, 1), "cancelled", "a", size=2)
+        assert await one.names() == []
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        one.worker.may_load.set()
+        assert await one.names() == []
+        next_one = one.asks(BASE, "next", "b", size=2)  # the cancelled one leaves its room
+        assert await one.names() == ["next:0", "next:1"]
+        one.worker.finish("next:0", "next:1")
+        assert len(await next_one) == 2
         await one.sampler.close()
 
     asyncio.run(main())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from rlsys.config import RolloutConfig
 from rlsys.engines.generation.generation_protocol import AdapterEngine
+from rlsys.engines.generation.torch.adapter_bank import AdapterBank
 from rlsys.engines.generation.torch.continuous_batch import ContinuousBatch
 from rlsys.engines.generation.torch.torch_engine import TorchEngine
+from rlsys.engines.models.adapter_files import LayerFactors
 from rlsys.engines.models.causal_lm import load_causal_lm
 from rlsys.types import Generation, GenerationRequest
 from tests.engines.test_speculation import always
@@ -197,6 +200,69 @@ def test_a_number_that_is_used_again_has_the_new_adapter(model_path: Path, tmp_p
     batch.open_adapters().remove(9)
     with invalid("request 'late': adapter", 9):
         batch.check(of(9, "late", asked))
+
+
+class Projections(nn.Module):
+    """Layers with the same input, without a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(1024, 1024), nn.Linear(1024, 512), nn.Linear(1024, 512)
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+    def factors(self, seed: int, rank: int) -> dict[str, LayerFactors]:
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            name: LayerFactors(
+                a=torch.randn(rank, layer.in_features, generator=generator) / 32,
+                b=torch.randn(layer.out_features, rank, generator=generator),
+                scaling=1.0,
+                is_turned=False,
+            )
+            for name, layer in self.named_children()
+            if isinstance(layer, nn.Linear)
+        }
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Several threads divide the sums of a product by its number of rows."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("others", [(8, 4), (64, 8), (1, 1)])
+@pytest.mark.parametrize("rank", [1, 8])
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_an_adapter_has_the_bits_among_others_that_it_has_alone(
+    rank: int, others: tuple[int, int], num_tokens: int
+) -> None:
+    model = Projections()
+    numbers = np.array([1] * 3 + [2, 3, 0] * 2)
+    x = torch.randn(16, num_tokens, 1024, generator=torch.Generator().manual_seed(0))
+    found = []
+    for banked in ((rank, *others), (rank,)):
+        bank = AdapterBank(model)
+        group = bank.group([model.q, model.k, model.v])
+        for number, one in enumerate(banked, 1):
+            bank.add(number, model.factors(number, one))
+        rows = numbers if len(banked) > 1 else numbers[:3]
+        bank.select(rows, rows, num_rows=16)
+        with torch.no_grad():
+            found.append(bank.add_to(group, x, torch.zeros(16, num_tokens, 2048))[:3])
+    assert torch.equal(found[0], found[1])
+
+
+def test_an_adapter_of_the_head_is_refused(model_path: Path, tmp_path: Path) -> None:
+    write_adapter(model_path, tmp_path / "head", seed=0, rank=4, layers=("lm_head",))
+    batch = batch_of(load_causal_lm(model_path, dtype="float32"))
+    with invalid("adapter", str(tmp_path / "head")):
+        add(batch, 1, tmp_path / "head")
 
 
 def test_adapters_that_do_not_fit_are_refused(model_path: Path, tmp_path: Path) -> None:

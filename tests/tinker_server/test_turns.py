@@ -192,6 +192,16 @@ def test_owners_that_sample_at_the_same_time_have_equal_shares() -> None:
     assert scheduler.admit() == []  # the others may come back, so half of the batch is theirs
 
 
+def test_an_owner_keeps_its_share_while_its_completions_run() -> None:
+    scheduler, clock = make(batch_size=4)
+    scheduler.add("base", "long", owner="other")
+    assert scheduler.admit() == ["long"]
+    clock.now += 2 * ACTIVE_S
+    for number in range(8):
+        scheduler.add("base", f"flood {number}", owner="flood")
+    assert len(scheduler.admit()) == 2
+
+
 def test_a_request_larger_than_a_share_runs_when_its_owner_has_nothing_else() -> None:
     scheduler, _ = make(batch_size=4)
     scheduler.add("base", "other", owner="other")

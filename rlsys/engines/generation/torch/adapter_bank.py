@@ -5,16 +5,18 @@
 
 The base model computes all rows at once. The rows are then grouped by adapter, and two batched
 products add each group's part. So a pass of K policies needs few more calls than one of a single
-policy, and each row gets the same arithmetic as in a pass of its own policy alone. Layers with the
-same input share both products: their A stand side by side, and their B on the diagonal of one
-matrix, whose zeros change no sum.
+policy. With one thread, each row gets the bits that it gets in a pass of its own policy alone; with
+several, the kernels may sum in another order. Layers with the same input share both products: their
+A are side by side, and their B on the diagonal of one matrix, whose zeros change no sum. Only
+adapters of equal rank share a product, because the kernels of other ranks sum in another order.
 
 Shape legend: U rows of a pass, T tokens of a row, N = U · T, I inputs and O outputs of a layer,
-K adapters, M rows of the largest group, R the largest rank.
+K adapters of equal rank, M rows of the largest group, R the rank.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +37,7 @@ NO_ADAPTER = 0
 
 @dataclass(frozen=True)
 class _Joined:
-    """Factors of the running adapters in layers that have the same input."""
+    """Factors of running adapters of equal rank in layers that have the same input."""
 
     a: torch.Tensor  # [K, I, layers · R]
     b: torch.Tensor  # [K, layers · R, sum of O], zero outside of a layer's own block
@@ -46,8 +48,9 @@ class _Groups:
     """Rows of a pass by adapter."""
 
     num_rows: int  # U
-    index: torch.Tensor | None  # [K · M], padded with row 0; None: all rows, of the only adapter
-    places: torch.Tensor | None  # [U], the place in `index` of each row, K · M without adapter
+    size: int  # M
+    index: torch.Tensor | None  # rows of all adapters, M each, padded with row 0; None: all rows
+    places: torch.Tensor | None  # [U], the place in `index` of each row; the end without adapter
     is_mixed: bool  # some rows have no adapter
 
 
@@ -66,11 +69,12 @@ class AdapterBank:
         self._shapes: dict[str, tuple[int, int]] = {}  # [O, I] of each linear layer
         self._names: dict[int, str] = {}  # by id of the layer
         self._groups: list[tuple[str, ...]] = []  # layers that are computed together
-        self._running: tuple[int, ...] = ()  # K adapters, in the order of the joined factors
-        self._joined: dict[tuple[str, ...], _Joined] = {}
+        self._running: tuple[int, ...] = ()  # adapters, in the order of the joined factors
+        self._joined: dict[tuple[str, ...], Sequence[_Joined]] = {}  # by rank
         self._selected: _Groups | None = None  # None: no row has an adapter
+        head = model.get_output_embeddings()  # it computes other rows than the layers
         for name, module in model.named_modules():
-            if isinstance(module, nn.Linear | Conv1D):
+            if isinstance(module, nn.Linear | Conv1D) and module is not head:
                 is_turned = isinstance(module, Conv1D)
                 rows, columns = module.weight.shape
                 self._shapes[name] = (columns, rows) if is_turned else (rows, columns)
@@ -103,7 +107,7 @@ class AdapterBank:
                 "adapter",
                 str(directory),
                 rule=f"it adapts {name} with shape {list(one.shape)}, and the base model has "
-                f"{list(self._shapes.get(name, ())) or 'no such layer'}",
+                f"{list(self._shapes.get(name, ())) or 'no such layer below its head'}",
                 fix="Use the base model that it was trained on.",
             )
             require(
@@ -141,13 +145,14 @@ class AdapterBank:
             return
         if not wanted <= set(self._running) or len(self._running) > 2 * len(wanted):
             alive = {int(one) for one in np.unique(running)} & self._adapters.keys()
-            if (names := tuple(sorted(wanted | alive))) != self._running:
+            names = tuple(sorted(wanted | alive, key=lambda one: (self._rank(one), one)))
+            if names != self._running:
                 self._join(names)
         self._selected = self._groups_of(numbers, num_rows)
 
     def _groups_of(self, numbers: npt.NDArray[Any], num_rows: int) -> _Groups:
         if len(self._running) == 1 and (numbers == self._running[0]).all():
-            return _Groups(num_rows, None, None, is_mixed=False)
+            return _Groups(num_rows, num_rows, None, None, is_mixed=False)
         members = [np.flatnonzero(numbers == one) for one in self._running]
         # Kernels for blocks of rows sum a row in the same order however many blocks there are.
         size = round_up(max(map(len, members)), ROW_BLOCK)  # M
@@ -158,7 +163,8 @@ class AdapterBank:
             index[number, : len(rows)] = rows
             places[rows] = number * size + np.arange(len(rows))
         is_mixed = bool((numbers == NO_ADAPTER).any())
-        return _Groups(num_rows, self._tensor(index.ravel()), self._tensor(places), is_mixed)
+        all_rows = self._tensor(index.ravel())
+        return _Groups(num_rows, size, all_rows, self._tensor(places), is_mixed)
 
     def _tensor(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
@@ -173,13 +179,17 @@ class AdapterBank:
             return y
         tokens = x.reshape(groups.num_rows, -1, x.shape[-1])  # [U, T, I]
         picked = tokens if groups.index is None else tokens.index_select(0, groups.index)
-        num_adapters, inputs, _ = joined.a.shape
-        picked = picked.float().reshape(num_adapters, -1, inputs)  # [K, M · T, I]
-        added = torch.bmm(torch.bmm(picked, joined.a), joined.b)  # [K, M · T, O]
-        added = added.reshape(-1, tokens.shape[1], added.shape[2])  # [K · M, T, O]
+        parts, start = [], 0
+        for one in joined:
+            end = start + len(one.a) * groups.size
+            rows = picked[start:end].float().reshape(len(one.a), -1, x.shape[-1])  # [K, M · T, I]
+            product = torch.bmm(torch.bmm(rows, one.a), one.b)  # [K, M · T, O]
+            parts.append(product.reshape(-1, tokens.shape[1], product.shape[2]))
+            start = end
+        if groups.is_mixed:
+            parts.append(torch.zeros_like(parts[0][:1]))
+        added = parts[0] if len(parts) == 1 else torch.cat(parts)
         if groups.places is not None:
-            if groups.is_mixed:
-                added = nn.functional.pad(added, (0, 0, 0, 0, 0, 1))
             added = added.index_select(0, groups.places)  # [U, T, O]
         added = added.reshape(y.shape)
         return y.add_(added) if y.dtype is torch.float32 else (y.float() + added).to(y.dtype)
@@ -192,15 +202,21 @@ class AdapterBank:
     def _join(self, numbers: tuple[int, ...]) -> None:
         """Put the factors of these adapters together."""
         self._running = numbers
-        adapters = [self._adapters[one] for one in numbers]
-        rank = max(len(one.a) for factors in adapters for one in factors.values())  # R
-        self._joined = {}
-        for group in self._groups:
-            if any(name in factors for factors in adapters for name in group):
-                pairs = [self._of_layer(name, adapters, rank) for name in group]
-                self._joined[group] = _Joined(
-                    torch.cat([a for a, _ in pairs], -1), _diagonal([b for _, b in pairs])
-                )
+        same_rank = [list(some) for _, some in itertools.groupby(numbers, self._rank)]
+        self._joined = {
+            group: [self._of_group(group, some) for some in same_rank]
+            for group in self._groups
+            if any(name in self._adapters[one] for one in numbers for name in group)
+        }
+
+    def _rank(self, number: int) -> int:
+        """Return the largest rank of an adapter's layers, R."""
+        return max(len(one.a) for one in self._adapters[number].values())
+
+    def _of_group(self, group: tuple[str, ...], numbers: Sequence[int]) -> _Joined:
+        adapters, rank = [self._adapters[one] for one in numbers], self._rank(numbers[0])
+        pairs = [self._of_layer(name, adapters, rank) for name in group]
+        return _Joined(torch.cat([a for a, _ in pairs], -1), _diagonal([b for _, b in pairs]))
 
     def _of_layer(
         self, name: str, adapters: Sequence[Mapping[str, LayerFactors]], rank: int
