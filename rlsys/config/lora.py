@@ -39,7 +39,14 @@ class Lora:
             InvalidValue: The text has another format, or a rank or alpha of 0.
         """
         found = _TEXT.fullmatch(text)
-        if found is None or not int(found[1]) or found[2] == "0":
+        if found is not None and (not int(found[1]) or found[2] == "0"):
+            raise InvalidValue(
+                "lora",
+                text,
+                rule="needs a rank and an alpha of at least 1",
+                fix="Write such as r16 or r16a32.",
+            )
+        if found is None:
             raise InvalidValue(
                 "lora",
                 text,

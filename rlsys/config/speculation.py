@@ -88,7 +88,13 @@ class Speculation:
         """
         if not values:
             return None
-        method = values.get("method")
+        require(
+            "method" in values,
+            f"{FIELD}.method",
+            rule=f"is required by {FIELD}.{min(values)}",
+            fix=f"Set it to one of {', '.join(METHODS)}.",
+        )
+        method = values["method"]
         require(
             method in METHODS,
             f"{FIELD}.method",

@@ -18,7 +18,7 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from rlsys.config.fields import wrong_type
@@ -57,6 +57,12 @@ def check_types(values: Mapping[str, Any]) -> None:
     mistakes.raise_found()
 
 
+def _described(annotation: Any) -> str:
+    """Return a type in the words of a configuration file."""
+    words = {dict: "a table of names and values", list: "a list"}
+    return words.get(get_origin(annotation) or annotation) or str(annotation)
+
+
 def _check_fields(name: str, value: Mapping[str, Any], annotation: str) -> None:
     """Raise InvalidValue if a nested configuration has a field that vLLM's class lacks."""
     for cls in (text.strip() for text in annotation.split("|")):
@@ -80,7 +86,8 @@ def wrong_value(name: str, value: Any, annotation: Any) -> InvalidValue:
         try:
             return wrong_type(f"{FIELD}.{name}", value, annotation)
         except TypeError:
-            allowed = [str(annotation)]
+            kinds = [one for one in _members(annotation) if one is not NoneType]
+            allowed = [_described(one) for one in kinds]
     return InvalidValue(
         f"{FIELD}.{name}", value, rule="not a valid value", fix=f"Give {' or '.join(allowed)}."
     )
@@ -193,7 +200,7 @@ def _literals(annotation: Any) -> Iterator[Any]:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) if get_origin(annotation) is Union else (annotation,)
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 
 
 def _fits(value: Any, annotation: Any) -> bool:

@@ -305,7 +305,7 @@ def _check(name: str, value: Any, num_gpus: float) -> None:
         raise InvalidValue(
             field,
             value,
-            rule="has no effect or fails on the CPU",
+            rule="is for GPUs, and vLLM computes on the CPU here",
             fix="Leave it out, or use a GPU.",
         )
     least = LEAST.get(name)

@@ -14,7 +14,7 @@ from rlsys.config.command_line import parse
 from rlsys.config.fields import build, from_dict, to_dict, to_toml
 from rlsys.config.lora import Lora
 from rlsys.config.speculation import PASSED, RENAMED, Speculation, check_untrained, untrained
-from rlsys.config.vllm_argument_types import check_types, installed_arguments
+from rlsys.config.vllm_argument_types import check_types, installed_arguments, wrong_value
 from rlsys.config.vllm_arguments import (
     LEAST,
     VLLM_ARGUMENTS,
@@ -221,6 +221,12 @@ def test_the_command_line_adds_to_the_file(tmp_path: Path) -> None:
         "kv_cache_dtype": "fp8",
         "enable_chunked_prefill": True,
     }
+
+
+@pytest.mark.parametrize("annotation", [dict, list, dict[str, Any], list[int] | None])
+def test_an_error_of_a_type_has_no_python_notation(annotation: Any) -> None:
+    fix = wrong_value("kernel_config", 3, annotation).fix
+    assert not re.search(r"<class|typing|Optional|None", fix)
 
 
 def test_tables_survive_toml_and_json(tmp_path: Path) -> None:

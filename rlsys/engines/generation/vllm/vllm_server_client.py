@@ -29,7 +29,8 @@ FIELD = "rollout.urls"
 WORKER = "rlsys.engines.generation.vllm.vllm_server_worker.ServerWorker"
 SCHEDULER = "rlsys.engines.generation.vllm.vllm_scheduler.WindowedScheduler"
 START = (
-    "Start it with VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server "
+    "Start it as docs/rollouts.md describes (Existing vLLM servers): VLLM_SERVER_DEV_MODE=1 "
+    "python -m vllm.entrypoints.openai.api_server --model MODEL --port PORT --dtype DTYPE "
     f"--enable-scale-out --worker-cls {WORKER} --logprobs-mode processed_logprobs"
 )
 API_KEY_VARIABLE = "VLLM_API_KEY"  # the variable of vLLM's own server
