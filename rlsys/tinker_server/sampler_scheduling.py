@@ -133,7 +133,8 @@ class SamplerScheduler(Generic[T]):
         if self.current not in self._waiting:
             return None
         firsts = [queue[0] for queue in self._waiting[self.current].values()]
-        firsts = [one for one in firsts if not self._has_its_share(one)]
+        num_owners = self._num_owners
+        firsts = [one for one in firsts if not self._has_its_share(one, num_owners)]
         if not firsts:
             return None
         first = min(
@@ -146,21 +147,22 @@ class SamplerScheduler(Generic[T]):
         if is_another and len(self._adapters) >= self._max_adapters:
             return None
         other = self._oldest_other
-        if other is not None and other.number < first.number and self._is_patience_over:
+        oldest = min(one.number for one in firsts)
+        if other is not None and other.number < oldest and self._is_patience_over:
             return None
         return first
 
-    def _has_its_share(self, one: _Waiting[T]) -> bool:
+    def _has_its_share(self, one: _Waiting[T], num_owners: int) -> bool:
         """Return whether a request must wait for completions of its owner, so others have room."""
         num_running = self._running[one.owner]
         if self._batch_size is None or not num_running:
             return False
+        if num_running + one.size <= self._batch_size // max(2, num_owners):
+            return False
         now = self._clock()
-        is_alone = self._num_owners == 1 and all(
-            owner == one.owner or now - last_s >= ACTIVE_S for owner, last_s in self._last_s.items()
+        return num_owners > 1 or any(
+            owner != one.owner and now - last_s < ACTIVE_S for owner, last_s in self._last_s.items()
         )
-        share = self._batch_size // max(2, self._num_owners)
-        return not is_alone and num_running + one.size > share
 
     @property
     def _num_owners(self) -> int:
