@@ -33,6 +33,10 @@ class Completions:
         """Add an event, and wake all polls."""
         self._count += 1
         self._events.append((self._count, completion))
+        self.wake()
+
+    def wake(self) -> None:
+        """Answer all polls that wait, for example because the session has ended."""
         self._added.set()
         self._added = asyncio.Event()
 

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlsys.common.random_streams import request_seed
 from rlsys.tinker_server.protobuf_messages import MASK_LOGPROB, TopK, WireSequence, encode_sample
 from rlsys.tinker_server.request_checks import SampleRequest
 from rlsys.tinker_server.server_backend import Backend, ScoreRequest, Scores
 from rlsys.tinker_server.server_checkpoints import SamplerWeights
 from rlsys.types import FinishReason, Float32Array, Generation, GenerationRequest
-
-MAX_ENGINE_SEED = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,7 @@ async def run_sample(
 
     `name` is unique, and `owner` is the session.
     """
-    seed = secrets.randbelow(MAX_ENGINE_SEED) if request.seed is None else request.seed
+    seed = secrets.randbits(63) if request.seed is None else request.seed
     generations = await backend.sample(
         weights,
         [
@@ -41,7 +40,7 @@ async def run_sample(
                 request_id=f"{name}:{index}",
                 prompt_token_ids=tuple(request.prompt.tolist()),
                 sampling=request.sampling,
-                seed=(seed + index) % MAX_ENGINE_SEED,
+                seed=request_seed(seed, 0, index),
             )
             for index in range(request.num_samples)
         ],

@@ -173,7 +173,7 @@ class Sampling:
                 task.cancel()
         for sampling in session.sampling.values():
             for key in [key for key in self._completions if key[0] == sampling]:
-                del self._completions[key]
+                self._completions.pop(key).wake()
 
     async def close(self) -> None:
         """Cancel all samples."""

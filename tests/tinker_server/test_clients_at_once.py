@@ -92,6 +92,22 @@ def test_weights_of_all_clients_are_sampled_in_one_batch_and_scored(server: Serv
     service.close("success").result(LIMIT_S)
 
 
+def test_samples_of_other_seeds_are_others(server: Served) -> None:
+    service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
+    sampler = service.create_sampling_client(base_model="tiny").result()
+    prompt = types.ModelInput.from_ints([3, 4, 5])
+    params = [types.SamplingParams(max_tokens=16, seed=seed) for seed in (7, 7, 8, 7 + 2**31 - 1)]
+    asked = [sampler.sample(prompt, 8, one) for one in params]
+    first, again, *others = (
+        [tuple(one.tokens) for one in future.result(LIMIT_S).sequences] for future in asked
+    )
+    assert first == again
+    long = {one for one in first if len(one) > 8}
+    assert long
+    assert not long & {one for other in others for one in other}
+    service.close("success").result(LIMIT_S)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 2.0])
 def test_the_top_k_and_the_log_probability_of_a_sampled_token_agree(
     server: Served, temperature: float

@@ -27,6 +27,17 @@ def test_events_that_were_not_seen_are_returned_again() -> None:
     asyncio.run(asyncio.wait_for(scenario(), 5))
 
 
+def test_a_poll_ends_with_its_session() -> None:
+    async def scenario() -> None:
+        completions = Completions()
+        poll = asyncio.create_task(completions.wait(behind=0, timeout_s=1000))
+        await asyncio.sleep(0)
+        completions.wake()
+        assert await poll == (0, [])
+
+    asyncio.run(asyncio.wait_for(scenario(), 5))
+
+
 def test_a_poll_ends_with_the_first_that_ends() -> None:
     async def scenario() -> None:
         completions = Completions()
