@@ -17,7 +17,7 @@ OF_SERVERS: Mapping[str, object] = {
     "vllm": {},
 }
 DEFAULT_PORTS = {"http": 80, "https": 443}
-PARTS = "is no address with http:// or https://, a host, and a port of at most 65535"
+ADDRESS_RULE = "is no address with http:// or https://, a host, and a port of at most 65535"
 HIDDEN = "***"  # replaces user and password in messages
 
 
@@ -79,7 +79,7 @@ def _normalized(url: str) -> str:
     require(url.strip() != "", FIELD, url, rule="has an empty address", fix=example)
     parts = _parts(url.strip())
     if parts is None:
-        raise InvalidValue(FIELD, _masked(url), rule=PARTS, fix=example)
+        raise InvalidValue(FIELD, _masked(url), rule=ADDRESS_RULE, fix=example)
     require(
         parts.username is None and parts.password is None,
         FIELD,

@@ -41,7 +41,7 @@ import numpy as np
 from scripts.bench.environment_primitives import KEY, NAME, build_model, serving
 
 RANK = 8
-FLOOD = 2048  # samples of the client that floods
+FLOOD, FLOOD_GROUP = 2048, 8  # requests of the client that floods, and samples of each
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Client:
 
         sampler = self.client.save_weights_and_get_sampling_client().result()
         prompt, params = types.ModelInput.from_ints([3, 4]), types.SamplingParams(max_tokens=256)
-        asked = [sampler.sample(prompt, 8, params) for _ in range(FLOOD)]
+        asked = [sampler.sample(prompt, FLOOD_GROUP, params) for _ in range(FLOOD)]
         is_over.wait()
         for one in asked:
             one.future().cancel()

@@ -98,7 +98,8 @@ def no_tools(request: GenerationRequest) -> Sequence[float]:
 class TimedController:
     """The process of the controller: it takes a time for each rollout, one after the other.
 
-    `other_s` is the time per rollout in which other threads of the run need a core beside it.
+    `other_s` is the time per rollout in which other threads of the run use a core. Nothing waits
+    for them.
     """
 
     seconds: float = 0.0
