@@ -6,28 +6,30 @@
 A server process (`rlsys serve`) has a model of two layers with random weights. Each client trains
 its own adapter with GRPO: it samples, computes a gradient, takes a step and saves weights for the
 next samples. The clients run one after another, then all at once. Samples have seeds, so both
-histories are the same up to rounding. Then one client asks for thousands of samples while the
-others train. `--apart` gives each client a trainer process and a sampler of one version at a time,
-for comparison.
+histories are the same up to rounding. Then all clients but one train again, first without others
+and then while one in a process of its own asks for thousands of samples. `--apart` gives each
+client a trainer process and a sampler of one version at a time, for comparison.
 
 Prints one line of JSON last. `speedup` is the time of one after another over that of all at once,
 without the time of creating the models. `difference` is the largest difference between the
-log-probabilities of the two histories, over all trained tokens. `flood_slowdown` is the median time
-of a step during the flood over that before it. `create_first_s` and `create_next_s` are the times
-of creating the first model and, at the median, the others.
+log-probabilities of the two histories, over all trained tokens. `flood_slowdown` is the time of the
+others during the flood over that without it, and `flood_difference` the largest difference between
+their log-probabilities. `create_first_s` and `create_next_s` are the times of creating the first
+model and, at the median, the others.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -42,6 +44,8 @@ from scripts.bench.environment_primitives import KEY, NAME, build_model, serving
 
 RANK = 8
 FLOOD, FLOOD_GROUP = 2048, 8  # requests of the client that floods, and samples of each
+START_S = 60.0  # time limit of starting and ending that client
+CLOSE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,13 @@ class Client:
         self.create_s = time.perf_counter() - start
 
     def close(self) -> None:
-        """End the session."""
-        self._service.close("success").result()
+        """End the session.
+
+        The server ends it at once. Then the client's library may wait for its own poll for ever,
+        if completions were cancelled.
+        """
+        with suppress(TimeoutError):
+            self._service.close("success").result(CLOSE_S)
 
     def train(self, work: Work) -> History:
         """Train with GRPO to generate tokens that this client values."""
@@ -138,16 +147,48 @@ class Client:
             history.parts.update(parts)
         return history
 
-    def flood(self, is_over: threading.Event) -> None:
-        """Ask for thousands of samples, and cancel those that are left at the end."""
-        from tinker import types
 
-        sampler = self.client.save_weights_and_get_sampling_client().result()
-        prompt, params = types.ModelInput.from_ints([3, 4]), types.SamplingParams(max_tokens=256)
-        asked = [sampler.sample(prompt, FLOOD_GROUP, params) for _ in range(FLOOD)]
-        is_over.wait()
-        for one in asked:
-            one.future().cancel()
+def flood(
+    url: str, number: int, is_ready: Any, is_over: Any, *, num_requests: int = FLOOD, key: str = KEY
+) -> None:
+    """Ask for many samples until an event is set, and cancel those that are left.
+
+    Args:
+        url: Of the server.
+        number: Of the client.
+        is_ready: Event of threads or processes, set before the requests begin.
+        is_over: Event that ends them.
+        num_requests: For FLOOD_GROUP samples each.
+        key: Of the server.
+    """
+    from tinker import types
+
+    client = Client(url, number, key=key)
+    sampler = client.client.save_weights_and_get_sampling_client().result()
+    prompt, params = types.ModelInput.from_ints([3, 4]), types.SamplingParams(max_tokens=256)
+    is_ready.set()
+    asked = [sampler.sample(prompt, FLOOD_GROUP, params) for _ in range(num_requests)]
+    is_over.wait()
+    for one in asked:
+        one.future().cancel()
+    client.close()
+
+
+@contextmanager
+def flooded(url: str, number: int) -> Iterator[None]:
+    """Let another process flood the server during the block."""
+    context = multiprocessing.get_context("spawn")
+    is_ready, is_over = context.Event(), context.Event()
+    process = context.Process(target=flood, args=(url, number, is_ready, is_over), daemon=True)
+    process.start()
+    try:
+        if not is_ready.wait(START_S):
+            raise RuntimeError(f"the flooding client did not start within {START_S} s")
+        yield
+    finally:
+        is_over.set()
+        process.join(START_S)
+        process.kill()
 
 
 def _datum(types: Any, prompt: Sequence[int], sequence: Any, advantage: float) -> Any:
@@ -162,15 +203,33 @@ def _datum(types: Any, prompt: Sequence[int], sequence: Any, advantage: float) -
     )
 
 
-def timed(name: str, work: Callable[[], list[History]]) -> tuple[list[History], float]:
-    """Return a result and the seconds that it took, and print them."""
+@dataclass
+class Phase:
+    """Results of clients that train at the same time, or one after another."""
+
+    histories: list[History]
+    seconds: float  # of the training
+    create_s: list[float]  # of each client's model
+
+    def difference(self, other: Phase) -> float:
+        """Return the largest difference between the log-probabilities of the same clients."""
+        pairs = zip(self.histories, other.histories, strict=True)
+        return max(one.difference(two) for one, two in pairs)
+
+
+def train(name: str, url: str, numbers: Sequence[int], work: Work, *, at_once: bool) -> Phase:
+    """Train new clients with these numbers, and print the times."""
+    clients = [Client(url, number) for number in numbers]
     start = time.perf_counter()
-    found = work()
+    with ThreadPoolExecutor(len(clients) if at_once else 1) as pool:
+        histories = list(pool.map(lambda one: one.train(work), clients))
     seconds = time.perf_counter() - start
-    parts = sum((one.parts for one in found), Counter[str]())
+    for one in clients:
+        one.close()
+    parts = sum((one.parts for one in histories), Counter[str]())
     shares = ", ".join(f"{part} {of_part:.2f} s" for part, of_part in parts.items())
     print(f"{name}: {seconds:.2f} s; all steps together: {shares}", flush=True)
-    return found, seconds
+    return Phase(histories, seconds, [one.create_s for one in clients])
 
 
 def measure(
@@ -178,53 +237,34 @@ def measure(
 ) -> dict[str, float]:
     """Return the results."""
     work = work or Work()
+    everyone, others = range(num_clients), range(1, num_clients)
     options = ["--max-models", str(2 * num_clients)]
     if apart:
         options += ["--models-per-trainer", "1"]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         model = build_model(Path(directory) / "model")
         with serving(model, Path(directory), *options) as url:
-            clients = [Client(url, number) for number in range(num_clients)]
-            created = [one.create_s for one in clients]
-            clients[0].train(replace(work, num_steps=1))  # starts what the first request starts
-            clients[0].close()
-            clients[0] = Client(url, 0)
-            alone, alone_s = timed(
-                "one after another", lambda: [one.train(work) for one in clients]
-            )
-            for one in clients:
-                one.close()
-            clients = [Client(url, number) for number in range(num_clients)]
-            with ThreadPoolExecutor(num_clients) as pool:
-
-                def together(some: Sequence[Client]) -> list[History]:
-                    return list(pool.map(lambda one: one.train(work), some))
-
-                at_once, at_once_s = timed("all at once", lambda: together(clients))
-                before, _ = timed("all but one", lambda: together(clients[1:]))
-                is_over = threading.Event()
-                flooding = pool.submit(clients[0].flood, is_over)
-                during, _ = timed("during the flood", lambda: together(clients[1:]))
-                is_over.set()
-                flooding.result()
-            for one in clients:
-                one.close()
+            # The first request starts the trainer and the sampler.
+            first = train("first request", url, [0], replace(work, num_steps=1), at_once=False)
+            alone = train("one after another", url, everyone, work, at_once=False)
+            at_once = train("all at once", url, everyone, work, at_once=True)
+            before = train("all but one", url, others, work, at_once=True)
+            with flooded(url, num_clients):
+                during = train("during the flood", url, others, work, at_once=True)
+    rewards = [one.rewards for one in at_once.histories]
     return {
         "clients": float(num_clients),
-        "alone_s": alone_s,
-        "at_once_s": at_once_s,
-        "speedup": alone_s / at_once_s,
-        "difference": max(one.difference(two) for one, two in zip(alone, at_once, strict=True)),
-        "flood_slowdown": _median_step(during) / _median_step(before),
-        "create_first_s": created[0],
-        "create_next_s": median(created[1:]),
-        "reward_before": float(np.mean([one.rewards[: work.num_prompts] for one in at_once])),
-        "reward_after": float(np.mean([one.rewards[-work.num_prompts :] for one in at_once])),
+        "alone_s": alone.seconds,
+        "at_once_s": at_once.seconds,
+        "speedup": alone.seconds / at_once.seconds,
+        "difference": alone.difference(at_once),
+        "flood_slowdown": during.seconds / before.seconds,
+        "flood_difference": before.difference(during),
+        "create_first_s": first.create_s[0],
+        "create_next_s": median(alone.create_s),
+        "reward_before": float(np.mean([one[: work.num_prompts] for one in rewards])),
+        "reward_after": float(np.mean([one[-work.num_prompts :] for one in rewards])),
     }
-
-
-def _median_step(found: Sequence[History]) -> float:
-    return median(seconds for one in found for seconds in one.seconds)
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 import tinker
 
 from scripts.bench.environment_primitives import KEY, NAME, build_model, serving
-from scripts.bench.tinker_clients import Client, Work
+from scripts.bench.tinker_clients import Client, Work, flooded
 
 pytestmark = pytest.mark.slow
 
@@ -68,19 +67,14 @@ def test_clients_train_at_once_as_each_does_alone_whatever_others_do(tmp_path: P
         killed = start(TRAINS, url)
         assert killed.stdout is not None
         assert killed.stdout.readline() == "created\n"
-        clients = [Client(url, number) for number in range(4)]
-        is_over = threading.Event()
-        with ThreadPoolExecutor(4) as pool:
-            flooding = pool.submit(clients[3].flood, is_over)
+        clients = [Client(url, number) for number in range(3)]
+        with flooded(url, 3), ThreadPoolExecutor(3) as pool:
             training = [
-                pool.submit(one.train, Work(num_steps=STEPS, num_tokens=TOKENS))
-                for one in clients[:3]
+                pool.submit(one.train, Work(num_steps=STEPS, num_tokens=TOKENS)) for one in clients
             ]
             killed.send_signal(signal.SIGKILL)
             killed.wait(60)
             together = [one.result(600) for one in training]
-            is_over.set()
-            flooding.result(60)
         for one in clients:
             one.close()
     differences = [one.difference(two) for one, two in zip(alone, together, strict=True)]

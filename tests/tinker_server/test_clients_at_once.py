@@ -11,9 +11,8 @@ import pytest
 import tinker
 from tinker import types
 
-from scripts.bench import tinker_clients
 from scripts.bench.environment_primitives import build_model
-from scripts.bench.tinker_clients import Client, Work
+from scripts.bench.tinker_clients import Client, Work, flood
 from tests.tinker_server.local_backend import LocalBackend, without_ray
 from tests.tinker_server.test_client import KEY, Served, served
 
@@ -35,21 +34,18 @@ def client(server: Served, number: int) -> Client:
     return Client(server.url, number, key=KEY)
 
 
-def test_clients_train_at_once_as_each_does_alone(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clients_train_at_once_as_each_does_alone(server: Served) -> None:
     """Meanwhile another client asks for many samples and ends in the middle of them."""
-    monkeypatch.setattr(tinker_clients, "FLOOD", 40)
     clients = [client(server, number) for number in range(3)]
     alone = [one.train(Work(num_steps=STEPS, num_tokens=TOKENS)) for one in clients]
     for one in clients:
         one.close()
-    clients = [client(server, number) for number in range(4)]
-    is_over = threading.Event()
+    clients = [client(server, number) for number in range(3)]
+    is_ready, is_over = threading.Event(), threading.Event()
     with ThreadPoolExecutor(4) as pool:
-        flooding = pool.submit(clients[3].flood, is_over)
+        flooding = pool.submit(flood, server.url, 3, is_ready, is_over, num_requests=40, key=KEY)
         training = [
-            pool.submit(one.train, Work(num_steps=STEPS, num_tokens=TOKENS)) for one in clients[:3]
+            pool.submit(one.train, Work(num_steps=STEPS, num_tokens=TOKENS)) for one in clients
         ]
         together = [one.result(LIMIT_S) for one in training]
         is_over.set()
