@@ -154,13 +154,19 @@ def decode_parts(
     batch: float,
     context: float,
     constants: Constants,
+    drafted: int = 0,
 ) -> dict[str, float]:
-    """Return the seconds of a decoding step by part."""
+    """Return the seconds of a decoding step by part.
+
+    With speculation a step computes `drafted` more tokens of each row, and reads the KV cache of
+    the row once for all of them.
+    """
     profile = constants.profile(plan.profile)
-    parts = _layers_time(model, cluster, plan, batch, constants)
+    tokens = batch * (1 + drafted)
+    parts = _layers_time(model, cluster, plan, tokens, constants)
     parts["kv_cache"] = _kv_time(model, cluster, plan, batch, context, constants)
     n, k = model.head.local(plan.tp)
-    parts["head"] = kernels_of(cluster.gpu).gemm(batch, n, k, "bf16") / constants["decode_gemm"]
+    parts["head"] = kernels_of(cluster.gpu).gemm(tokens, n, k, "bf16") / constants["decode_gemm"]
     if cluster.gpu.decode_reads:
         for name in READS:
             parts[name] *= constants[cluster.gpu.decode_reads]

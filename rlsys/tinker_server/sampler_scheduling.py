@@ -22,12 +22,12 @@ has waited longest.
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Hashable)
 
 # An owner is active for so long after its last request or the end of its last completion: it may
 # train in between.
@@ -70,8 +70,9 @@ class SamplerScheduler(Generic[T]):
         self._last_s: dict[str, float] = {}  # when owners were active, the longest ago first
         self._turns: dict[str, int] = {}  # number of the last turn of these owners
         self._numbers = itertools.count()
-        # By whole weights, then by owner, the oldest first. No queue is empty.
-        self._waiting: dict[str, dict[str, deque[_Waiting[T]]]] = {}
+        # By whole weights, then by owner, then by number, the oldest first. No queue is empty.
+        self._waiting: dict[str, dict[str, OrderedDict[int, _Waiting[T]]]] = {}
+        self._places: dict[T, tuple[str, str, int]] = {}  # of waiting requests in it
         self._running: Counter[str] = Counter()  # completions, by owner
         self._adapters: Counter[int] = Counter()  # completions, by adapter
 
@@ -83,7 +84,7 @@ class SamplerScheduler(Generic[T]):
     @property
     def num_waiting(self) -> int:
         """Number of waiting requests."""
-        return sum(len(queue) for owners in self._waiting.values() for queue in owners.values())
+        return len(self._places)
 
     @property
     def running_adapters(self) -> set[int]:
@@ -97,29 +98,35 @@ class SamplerScheduler(Generic[T]):
     def add(
         self, whole: str, request: T, size: int = 1, *, owner: str = "", adapter: int = 0
     ) -> None:
-        """Add a request that needs these whole weights, and an adapter unless it is 0."""
+        """Add a request that needs these whole weights, and an adapter unless it is 0.
+
+        Waiting requests must differ.
+        """
+        assert request not in self._places
         self._note_active(owner)
         one = _Waiting(next(self._numbers), self._clock(), size, request, owner, adapter)
-        self._waiting.setdefault(whole, {}).setdefault(owner, deque()).append(one)
+        self._waiting.setdefault(whole, {}).setdefault(owner, OrderedDict())[one.number] = one
+        self._places[request] = whole, owner, one.number
 
     def remove(self, request: T) -> bool:
         """Remove a waiting request. Return whether it was waiting."""
-        for whole, owners in self._waiting.items():
-            for owner, queue in owners.items():
-                for place, one in enumerate(queue):
-                    if one.request is request:
-                        del queue[place]
-                        self._forget_empty(whole, owner)
-                        return True
-        return False
+        place = self._places.pop(request, None)
+        if place is None:
+            return False
+        whole, owner, number = place
+        owners = self._waiting[whole]
+        del owners[owner][number]
+        if not owners[owner]:
+            del owners[owner]
+        if not owners:
+            del self._waiting[whole]
+        return True
 
     def admit(self) -> list[T]:
         """Return the requests that may run now. They count as running."""
         admitted: list[T] = []
         while (one := self._admissible) is not None:
-            assert self.current is not None
-            self._waiting[self.current][one.owner].popleft()
-            self._forget_empty(self.current, one.owner)
+            self.remove(one.request)
             self._running[one.owner] += one.size
             self._turns[one.owner] = next(self._numbers)
             if one.adapter:
@@ -132,7 +139,7 @@ class SamplerScheduler(Generic[T]):
         """The next request, if it may run now. Others wait behind it, so that it gets its turn."""
         if self.current not in self._waiting:
             return None
-        firsts = [queue[0] for queue in self._waiting[self.current].values()]
+        firsts = [_first(queue) for queue in self._waiting[self.current].values()]
         num_owners = self._num_owners
         firsts = [one for one in firsts if not self._has_its_share(one, num_owners)]
         if not firsts:
@@ -181,12 +188,14 @@ class SamplerScheduler(Generic[T]):
 
     def waiting_for(self, whole: str) -> list[T]:
         """Return the requests that wait for these whole weights."""
-        return [one.request for queue in self._waiting.get(whole, {}).values() for one in queue]
+        queues = self._waiting.get(whole, {}).values()
+        return [one.request for queue in queues for one in queue.values()]
 
     def take_waiting_for(self, whole: str) -> list[T]:
         """Remove and return the requests that wait for these whole weights."""
         found = self.waiting_for(whole)
-        self._waiting.pop(whole, None)
+        for request in found:
+            self.remove(request)
         return found
 
     def due(self) -> str | None:
@@ -228,16 +237,11 @@ class SamplerScheduler(Generic[T]):
         self._running.clear()
         self._adapters.clear()
 
-    def _forget_empty(self, whole: str, owner: str) -> None:
-        if not self._waiting[whole][owner]:
-            del self._waiting[whole][owner]
-        if not self._waiting[whole]:
-            del self._waiting[whole]
-
     def _oldest(self) -> Iterator[tuple[str, _Waiting[T]]]:
         """Yield the oldest request for each of the whole weights."""
         for whole, owners in self._waiting.items():
-            yield whole, min((queue[0] for queue in owners.values()), key=lambda one: one.number)
+            firsts = (_first(queue) for queue in owners.values())
+            yield whole, min(firsts, key=lambda one: one.number)
 
     @property
     def _oldest_other(self) -> _Waiting[T] | None:
@@ -249,3 +253,7 @@ class SamplerScheduler(Generic[T]):
         """Return whether a request for other weights has waited long enough."""
         other = self._oldest_other
         return other is not None and self._clock() - other.since_s >= self._patience_s
+
+
+def _first(queue: OrderedDict[int, _Waiting[T]]) -> _Waiting[T]:
+    return next(iter(queue.values()))

@@ -1,12 +1,18 @@
-"""Measure n-gram speculation: tokens/s with drafts against without.
+"""Measure speculation: tokens/s with drafts against without.
 
     python scripts/bench/speculation.py MODEL_DIR --engine torch
+    python scripts/bench/speculation.py MODEL_DIR --engine vllm --shared-draft
 
 For each number of concurrent requests and each temperature: the same requests, with the same seeds,
-in turns without and with rollout.speculation, medians of several repetitions. A low temperature
-makes small models repeat themselves, as copying and tool calls do. At temperature 1 drafts of a
-random model are never accepted: the ratio shows what speculation costs then. Prints one line of
-JSON last.
+in turns without and with rollout.speculation, medians of several repetitions. Drafts are n-grams. A
+low temperature makes small models repeat themselves, as copying and tool calls do. At temperature 1
+few drafts are accepted: the ratio shows what speculation costs then.
+
+With `--shared-draft` the draft is a model with the distribution of the policy: the policy's layers
+but the first one are changed to add nothing, and the draft has only the first one. So all drafted
+tokens are the likeliest ones of the policy, and a draft costs a small part of a pass.
+
+Prints one line of JSON last.
 """
 
 from __future__ import annotations
@@ -16,7 +22,10 @@ import asyncio
 import json
 import random
 import statistics
+import tempfile
 import time
+from collections.abc import Mapping
+from pathlib import Path
 
 from rlsys.config import RolloutConfig
 from rlsys.engines.generation.generation_protocol import GenerationEngine
@@ -38,13 +47,40 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="of one completion")
     parser.add_argument("--drafted", type=int, default=4, help="tokens of a draft")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--shared-draft", action="store_true", help="a draft model, with vllm")
     args = parser.parse_args()
-    print(json.dumps(asyncio.run(measure(args))))
+    with tempfile.TemporaryDirectory() as directory:
+        draft: dict[str, object] = {"method": "ngram"}
+        if args.shared_draft:
+            args.model_dir, draft_dir = shared_models(args.model_dir, Path(directory))
+            draft = {"method": "draft_model", "model": draft_dir}
+        print(json.dumps(asyncio.run(measure(args, draft | {"num_tokens": args.drafted}))))
 
 
-async def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+def shared_models(model_dir: str, directory: Path) -> tuple[str, str]:
+    """Write a policy and a draft of one layer with the same distribution. Return their paths."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    for layer in model.model.layers[1:]:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    policy, draft = directory / "policy", directory / "draft"
+    model.save_pretrained(policy)
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+    if getattr(model.config, "layer_types", None):
+        model.config.layer_types = model.config.layer_types[:1]
+    model.save_pretrained(draft)
+    for path in (policy, draft):
+        AutoTokenizer.from_pretrained(model_dir).save_pretrained(path)
+    return str(policy), str(draft)
+
+
+async def measure(
+    args: argparse.Namespace, draft: Mapping[str, object]
+) -> dict[str, dict[str, float]]:
     """Return tokens/s of both kinds and their ratio, by temperature and concurrency."""
-    draft = {"method": "ngram", "num_tokens": args.drafted}
     engines = {"plain": build(args, {}), "drafted": build(args, draft)}
     for engine in engines.values():
         await engine.start()
@@ -70,9 +106,11 @@ async def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
             await engine.close()
 
 
-def build(args: argparse.Namespace, draft: dict[str, object]) -> GenerationEngine:
+def build(args: argparse.Namespace, draft: Mapping[str, object]) -> GenerationEngine:
     """Return an engine that is not started."""
-    rollout = RolloutConfig(engine=args.engine, max_running=max(args.concurrent), speculation=draft)
+    rollout = RolloutConfig(
+        engine=args.engine, max_running=max(args.concurrent), speculation=dict(draft)
+    )
     if args.engine == "vllm":
         return VLLMEngine(args.model_dir, rollout, dtype="float32")
     return TorchEngine(args.model_dir, rollout, dtype="float32", stop_token_ids=())

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.engines.generation.torch.draft_policy import Pace
+from rlsys.engines.generation.draft_pace import Pace
 from rlsys.engines.generation.torch.ngram_draft import repeated
 
 

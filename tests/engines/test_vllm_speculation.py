@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
 from rlsys.engines.generation.vllm.vllm_speculation import PLACEHOLDER, verified
 from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.types import Generation
+from tests.engines.distribution import p_value
 from tests.engines.vllm_harness import (
     TIMEOUT_S,
     build_variant,
@@ -247,3 +249,38 @@ def test_tokens_and_log_probabilities_are_the_policys(method: str, tmp_path: Pat
     assert 0 <= accepted <= drafted
     if method not in ("eagle3", "mtp"):  # whose layers are random
         assert accepted > 0
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(4 * TIMEOUT_S)
+def test_tokens_have_the_distribution_of_the_policy(tmp_path: Path) -> None:
+    """Compare 50,000 tokens of each of ten seeds with exact probabilities.
+
+    Without attention the model is a Markov chain, which repeats itself, so that drafts are
+    accepted.
+    """
+    path = build_target(tmp_path / "model", 0)
+    model = load(path)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+    model.save_pretrained(path)
+    prompts = [[3 + i % 50, 4 + i // 50, *REPEATED] for i in range(250)]
+    sampling: dict[str, Any] = {"temperature": 0.2, "max_tokens": 200}
+
+    async def sampled() -> tuple[list[list[Generation]], int]:
+        async with running_engine(path, speculation={"method": "ngram"}) as engine:
+            found = []
+            for seed in range(10):
+                requests = make_requests(prompts, f"seed{seed}", **sampling)
+                seeded = [replace(one, seed=1000 * seed + one.seed) for one in requests]
+                found.append(await generate(engine, seeded))
+            await engine.progress()  # reads the counts
+            return found, engine.stats().num_accepted_tokens
+
+    found, num_accepted = asyncio.run(sampled())
+    num_tokens = [sum(len(one.token_ids) for one in of_seed) for of_seed in found]
+    assert min(num_tokens) >= 50_000
+    assert num_accepted > sum(num_tokens) / 10
+    for seed, generations in enumerate(found):
+        assert p_value(model, prompts, generations, temperature=0.2, seed=seed) > 0.01

@@ -41,7 +41,7 @@ class EngineStats:
     num_preempted: int = 0  # since start, times that a running request lost its keys and values
     num_drafted_tokens: int = 0  # since start, with speculation
     num_accepted_tokens: int = 0  # among these
-    draft_speedup: float | None = None  # of passes with drafts, in tokens/s, where it is measured
+    draft_speedup: float | None = None  # of passes with n-grams, in tokens/s, once measured
 
     @property
     def draft_acceptance(self) -> float | None:

@@ -166,7 +166,7 @@ def _memory_bound(lines: Lines, settings: AdvisedSettings) -> Iterator[Finding]:
 def _wasted_drafts(lines: Lines) -> Iterator[Finding]:
     """Yield a finding if an engine rejects most of the tokens that it drafts.
 
-    The torch engine stops drafting by itself then, and reports how fast drafts would be.
+    Engines stop drafting n-grams by themselves then, and report how fast these would be.
     """
     prefix = metrics.engine_draft_acceptance("")
     names = sorted({name for line in lines for name in line if name.startswith(prefix)})

@@ -150,6 +150,7 @@ class VLLMEngine:
         self._num_prompt_tokens = self._num_reused_tokens = 0
         self._num_drafted = self._num_accepted = 0  # tokens, when last read
         self._num_preempted = 0  # when last read
+        self._draft_speedup: float | None = None  # by n-grams, when last read
         self._numbers = itertools.count()  # one per request
         self._changed = asyncio.Event()  # a request has finished, or the engine has failed
         self._failure: str | None = "the engine was not started"
@@ -312,9 +313,9 @@ class VLLMEngine:
         await self._call(self._llm.update_weight_version(version_label(self.policy_versions)))
 
     async def _read_counts(self) -> None:
-        """Read the counts of the first rank; those of the others are equal."""
+        """Read the counts of the first rank, whose drafts vLLM uses."""
         counts = (await self._rpc("rlsys_ping"))[0]
-        self._num_drafted, self._num_accepted, self._num_preempted = counts
+        self._num_drafted, self._num_accepted, self._num_preempted, self._draft_speedup = counts
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of each worker and return their results."""
@@ -348,6 +349,7 @@ class VLLMEngine:
             num_drafted_tokens=self._num_drafted,
             num_accepted_tokens=self._num_accepted,
             num_preempted=self._num_preempted,
+            draft_speedup=self._draft_speedup,
         )
 
     def _kv_usage(self) -> float | None:

@@ -35,6 +35,7 @@ from vllm.platforms import current_platform
 from rlsys.engines.devices.offload import OffloadedMemory
 from rlsys.engines.generation.vllm.vllm_adapters import AdapterUpdater
 from rlsys.engines.generation.vllm.vllm_drafter import split_shapes, with_drafter
+from rlsys.engines.generation.vllm.vllm_ngrams import PacedNgrams
 from rlsys.engines.generation.vllm.vllm_requests import adapter_number
 from rlsys.engines.generation.vllm.vllm_router_hooks import (
     RouterHooks,
@@ -68,6 +69,7 @@ class Worker(PlatformWorker):
     _updaters: list[Updater]  # by policy
     _updates: dict[int, Update]  # by policy, those that are being prepared
     _drafts: DraftCounts
+    _ngrams: PacedNgrams | None = None
     _num_preempted = 0  # since the start
     _asleep: OffloadedMemory | None = None  # keys and values, on the CPU
     _hooks: RouterHooks | None = None  # of the first rank on the CPU, if experts are recorded
@@ -171,14 +173,21 @@ class Worker(PlatformWorker):
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run a step, and count the requests that the scheduler has preempted for it."""
         self._num_preempted += len(scheduler_output.preempted_req_ids or ())
+        if self._ngrams is not None:
+            self._ngrams.begin(
+                scheduler_output.num_scheduled_tokens,
+                scheduler_output.scheduled_spec_decode_tokens,
+            )
         return super().execute_model(scheduler_output)
 
-    def rlsys_ping(self) -> tuple[int, int, int]:
+    def rlsys_ping(self) -> tuple[int, int, int, float | None]:
         """Return the numbers of drafted and accepted tokens and of preemptions since the start.
 
-        The answer shows that the worker responds.
+        The last result is the speed-up by n-gram drafts, if it is known. The answer shows that the
+        worker responds.
         """
-        return self._drafts.drafted, self._drafts.accepted, self._num_preempted
+        speedup = None if self._ngrams is None else self._ngrams.speedup
+        return self._drafts.drafted, self._drafts.accepted, self._num_preempted, speedup
 
     def _replace_samplers(self) -> None:
         parts = replace_sampler(self.model_runner)
@@ -187,6 +196,8 @@ class Worker(PlatformWorker):
             checking = SeededRejectionSampler(self.model_runner, *parts)
             self.model_runner.rejection_sampler = checking
             self._drafts = checking.counts
+            if self.model_runner.speculative_config.method == "ngram":
+                self._ngrams = PacedNgrams(self.model_runner.drafter)
 
     def _remove_rendezvous_file(self) -> None:
         """Remove a temporary file that vLLM leaves."""
