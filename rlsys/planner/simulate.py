@@ -63,12 +63,15 @@ class ReplicaModel:
         cache_tokens: Tokens whose keys and values fit into its memory.
         max_running: Sequences in a decode step.
         num_processes: Processes that compute at once, which matters on CPUs.
+        forgets: Whether an update of the weights drops the keys and values of running sequences.
+            Replicas of rlsys keep them.
     """
 
     costs: ReplicaCosts
     cache_tokens: int
     max_running: int
     num_processes: int = 1
+    forgets: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,6 +356,7 @@ def _replica(
         num_processes=model.num_processes,
         cache_tokens=model.cache_tokens,
         max_running=model.max_running,
+        forgets=model.forgets,
         report_s=report_s,
     )
 

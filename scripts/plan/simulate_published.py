@@ -6,7 +6,8 @@ verl's series (docs/advance/fully_async.md): 128 H20, Qwen2.5-Math-7B, DAPO, 512
 most 28,672 tokens. Half of the GPUs generate, half train. The mean length of completions is not
 published. It is chosen so that the step without staleness takes as long as the published one. The
 time of training is the published one. The other three steps are predictions. A threshold f lets
-generation run f of a step ahead.
+generation run f of a step ahead. An update drops the keys and values of running rollouts, which
+compute them again.
 
 Prints one line of JSON last. scripts/bench/ablation.py plays AsyncFlow's ablation in the same way.
 """
@@ -146,6 +147,7 @@ def verl_step(
             ),
             cache_tokens=int(kv_capacity(model, cluster, plan, constants=constants)),
             max_running=plan.max_running,
+            forgets=True,
         ),
         trainers={"policy": TrainerModel(costs=PacedTraining(token_s=training_s / tokens))},
         work=Work(prompt_tokens=lambda index: PROMPT_TOKENS, completion_tokens=length),

@@ -97,6 +97,20 @@ def test_a_pause_delays_the_rest_and_an_abort_keeps_the_tokens_so_far() -> None:
     assert ends(engine) == pytest.approx({"a": 9.0})
 
 
+def test_forgotten_tokens_are_computed_again_by_the_sequences_that_ran() -> None:
+    costs = Costs(step_s=1.0, prefill_token_s=0.1)
+    engine = BatchingEngine(costs, cache_tokens=1000)
+    engine.add(sequence("a", 4), 0.0)  # its prompt of 10 tokens takes 1 s
+    engine.add(sequence("b", 6), 0.0)  # has the same prompt
+    engine.pause(3.0)  # after two steps
+    engine.forget()
+    assert (engine.num_running, engine.num_waiting) == (0, 2)
+    engine.resume(3.0)
+    # The prompt and two tokens of each take 1.4 s; then a needs 2 steps and b 4.
+    assert ends(engine) == pytest.approx({"a": 6.4, "b": 8.4})
+    assert engine.num_preempted == 0
+
+
 def test_no_new_sequence_starts_while_the_engine_drains() -> None:
     engine = BatchingEngine(Costs(), cache_tokens=1000)
     engine.add(sequence("a", 2), 0.0)

@@ -139,6 +139,15 @@ class BatchingEngine:
         self.advance(now_s)
         self._is_paused = True
 
+    def forget(self) -> None:
+        """Drop the cached tokens during a pause. Running sequences compute theirs again."""
+        assert self._is_paused
+        for sequence in reversed(list(self._running.values())):
+            self._remove(sequence)
+            sequence.num_uncached = None
+            self._waiting.appendleft(sequence)
+        self._ends.clear()
+
     def resume(self, now_s: float) -> None:
         """Continue after `pause`."""
         self._now_s = max(self._now_s, now_s)

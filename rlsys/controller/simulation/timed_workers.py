@@ -126,6 +126,7 @@ class TimedReplica:
     An episode samples an equal part of its tokens in each turn. Between two turns it waits for its
     tool outside the engine, and its keys and values stay cached.
 
+    With `forgets`, an update of the weights drops the keys and values of running requests.
     `gather_s` is the time between two answers to a long poll, and `report_s` the longest time until
     one. `parts` are the parts of an episode's reward, or None for completions.
     """
@@ -140,6 +141,7 @@ class TimedReplica:
     num_processes: int = 1
     cache_tokens: int
     max_running: int = 1 << 30
+    forgets: bool = False
     gather_s: float = 0.0
     report_s: float | None = None
     node: str = "node"
@@ -264,6 +266,8 @@ class TimedReplica:
         self._engine.pause(self._now_s)
         self._take_finished()
         self._schedule()
+        if self.forgets:
+            self._engine.forget()
         await self.cores.work(self.costs.load_s, self.num_processes)
         self.version = manifest.version
         self.num_loads += 1
