@@ -42,6 +42,8 @@ from rlsys.planner.run_record import (
 )
 from rlsys.runs.run_files import RunFiles
 
+from .capacity import joins_cluster
+
 logger = logging.getLogger(__name__)
 
 
@@ -125,11 +127,12 @@ def live_nodes() -> list[Mapping[str, float]]:
 
 def cluster_of_run(config: RunConfig, nodes: Sequence[Mapping[str, float]]) -> str:
     """Return the devices of a run, such as 1x2xCPU, or "" if they are unknown."""
-    return _named(nodes) if plans_gpus(config) else cores_of_this_machine()
+    is_known = plans_gpus(config) or joins_cluster(config)
+    return _named(nodes) if is_known else cores_of_this_machine()
 
 
 def _named(nodes: Sequence[Mapping[str, float]]) -> str:
-    """Return the name of a cluster with GPUs, or "" if they are unknown or differ."""
+    """Return the name of a cluster, or "" if its devices are unknown or differ."""
     try:
         return cluster_of_nodes(nodes)
     except ValueError as error:

@@ -72,6 +72,13 @@ def test_a_run_on_measured_cpus_is_predicted(tmp_path: Path) -> None:
     assert found.prediction.completion_tokens == pytest.approx(0.4 * 16, rel=0.01)
 
 
+def test_a_run_on_a_cluster_has_the_cores_of_its_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    assert record(tmp_path).cluster == "1x64xCPU"
+
+
 def test_a_configuration_is_predicted_like_the_plan_that_states_it(tmp_path: Path) -> None:
     config, _ = configured(tmp_path)
     flow, cluster, prompts = grpo(config, [lambda rollout: 0.0]), "1x2xH100", Prompts()
