@@ -1,6 +1,5 @@
 """Dataflow graphs: columns connect the stages, and mistakes are rejected by name."""
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +10,6 @@ import torch
 from recipes.dpo import DPOConfig, dpo
 from recipes.grpo import GRPOConfig, grpo
 from recipes.ppo import PPOConfig, ppo
-from recipes.reward_model import RewardModelConfig, reward_model
 from rlsys.algorithms import (
     bradley_terry,
     cispo,
@@ -22,7 +20,6 @@ from rlsys.algorithms import (
     decoupled_clipped_surrogate,
     distill,
     dynamic_sampling,
-    entropy_bonus,
     gae,
     grpo_advantage,
     interpolate_proximal,
@@ -32,8 +29,6 @@ from rlsys.algorithms import (
     reinforce,
     remax_advantage,
     scale_rl_advantage,
-    sequence_mean,
-    simpo,
     tis,
     token_mean,
     top_k_distill,
@@ -42,11 +37,9 @@ from rlsys.algorithms import (
     whitened,
     with_kl,
 )
-from rlsys.algorithms.group_functions import needs_group
 from rlsys.config import (
     AsyncConfig,
     DataConfig,
-    JudgeConfig,
     RoleConfig,
     RolloutConfig,
     RunConfig,
@@ -60,7 +53,6 @@ from rlsys.dataflow.graph.stages import (
     BRANCHES,
     IS_GREEDY,
     NUM_TOKENS,
-    PREFERENCE,
     Column,
     Episodes,
     GenerateStage,
@@ -71,26 +63,15 @@ from rlsys.dataflow.graph.stages import (
 )
 from rlsys.dataflow.graph.store_layout import open_store, row_bytes
 from rlsys.environments.environment import environment
-from rlsys.errors import NOT_GIVEN
 from rlsys.rewards import exact_match
-from rlsys.rewards.reward import reward as reward_function
-from rlsys.types import Rollout
+from tests.dataflow.graphs import PROMPTS, center, generated, mine, scored, trained
 from tests.errors import invalid
 
-PROMPTS = Prompts(config=DataConfig())
 TWO_UPDATES = RunConfig(
     group_size=2,
     trainer=TrainerConfig(num_minibatches=2),
     asynchrony=AsyncConfig(max_staleness=3),
 )
-
-
-def center(rewards: torch.Tensor) -> torch.Tensor:
-    return rewards - rewards.mean()
-
-
-def generated(flow: Dataflow) -> tuple[Column, ...]:
-    return flow.generate(flow.model("policy"), PROMPTS, group_size=2)
 
 
 def test_columns_connect_the_stages() -> None:
@@ -538,67 +519,6 @@ def test_a_function_over_a_step_reads_no_branches() -> None:
         flow.check()
 
 
-def test_completions_of_a_dataset_make_rows_without_a_sampler() -> None:
-    flow = Dataflow()
-    judge = flow.model("judge", head="score")
-    pairs = flow.dataset(PROMPTS, group_size=2)
-    assert [column.name for column in pairs] == ["prompt_token_ids", "token_ids", "policy_versions"]
-    with invalid("flow.dataset"):
-        flow.dataset(PROMPTS, group_size=2)
-    with invalid("flow.generate: model", "judge"):
-        flow.generate(judge, PROMPTS, group_size=2)
-    flow.train(judge, pairs, PREFERENCE, loss=bradley_terry(), aggregation=sequence_mean)
-    flow.check()
-    graph = complete_graph(flow, RunConfig(group_size=2))
-    store = open_store(graph, max_bytes=1 << 20, max_row_bytes=1 << 10, on_free=lambda _: None)
-    assert store.max_groups == 0  # until a replica has a node
-    assert "dataset" in flow.describe()
-    assert "-. weights" not in flow.to_mermaid()
-
-
-def test_what_a_dataset_cannot_be_trained_by_is_refused() -> None:
-    flow = Dataflow()
-    policy = flow.model("policy")
-    rows = flow.dataset(PROMPTS, group_size=1)
-    with invalid("flow.train: loss"):
-        flow.train(policy, rows, loss=clipped_surrogate(0.2, 0.2), aggregation=token_mean)
-    with invalid("flow.train: group_size", 1):
-        flow.train(policy, rows, PREFERENCE, loss=simpo(), aggregation=sequence_mean)
-
-
-def scored(flow: Dataflow, group_size: int = 2) -> tuple[Model, tuple[Column, ...], Column]:
-    policy = flow.model("policy")
-    rollouts = flow.generate(policy, PROMPTS, group_size=group_size)
-    return policy, rollouts, flow.score(rollouts, [lambda rollout: 1.0])
-
-
-def test_a_stage_says_which_of_two_samples_is_the_better_one() -> None:
-    flow = Dataflow()
-    policy, rollouts, reward = scored(flow)
-    with invalid("stage 'train'", "preference"):
-        flow.train(policy, rollouts, PREFERENCE, loss=simpo(), aggregation=sequence_mean)
-    with invalid("stage 'x'", "preference"):
-        flow.per_group(center, PREFERENCE, name="x")
-    preference = flow.per_group(center, reward, name="preference")
-    flow.train(policy, rollouts, preference, loss=simpo(), aggregation=sequence_mean)
-    flow.check()
-    stored = flow.step_reads
-    assert preference in stored
-    of_dataset = Dataflow()
-    of_dataset.model("policy")
-    of_dataset.dataset(PROMPTS, group_size=2)
-    with invalid("stage 'preference'", "preference"):
-        of_dataset.per_group(center, NUM_TOKENS, name="preference")
-
-
-def test_four_samples_are_no_pair() -> None:
-    flow = Dataflow()
-    policy, rollouts, reward = scored(flow, group_size=4)
-    preference = flow.per_group(center, reward, name="preference")
-    with invalid("flow.train: group_size", 4):
-        flow.train(policy, rollouts, preference, loss=simpo(), aggregation=sequence_mean)
-
-
 @pytest.mark.parametrize("name", ["reward", "value", "time", "rollouts"])
 def test_a_trained_model_is_not_called_as_metrics_are(name: str) -> None:
     flow = Dataflow()
@@ -610,28 +530,6 @@ def test_a_trained_model_is_not_called_as_metrics_are(name: str) -> None:
     flow.train(other, rows, loss=loss, aggregation=token_mean)
     with invalid("flow.model: name", name):
         flow.check()
-
-
-def test_groups_of_other_runs_come_without_a_sampler() -> None:
-    """No function over the step can read the sampler's log-probabilities."""
-    shared = Prompts(config=DataConfig(), shared=Shared(peers=["a"], groups_per_step=1))
-    flow = Dataflow()
-    policy = flow.model("policy")
-    rollouts = flow.generate(policy, shared, group_size=2)
-    reward = flow.score(rollouts, [lambda rollout: 0.0])
-    sampler = next(column for column in rollouts if column.name == "sampler_logprobs")
-    (advantages,) = flow.per_batch(lambda sampler, rewards: rewards, sampler, reward)
-    flow.train(policy, rollouts, advantages, loss=reinforce(), aggregation=token_mean)
-    with invalid("stage 'advantages'", "sampler_logprobs"):
-        flow.check()
-    with invalid("flow.dataset: Prompts.shared"):
-        Dataflow().dataset(shared, group_size=2)
-
-
-def test_a_recipe_over_pairs_needs_pairs() -> None:
-    reward_model(RewardModelConfig()).check()
-    with invalid("flow.train: group_size", 4):
-        reward_model(RewardModelConfig(group_size=4))
 
 
 def test_a_function_of_facts_alone_waits_for_the_completions() -> None:
@@ -678,52 +576,6 @@ def test_a_reward_function_takes_a_rollout() -> None:
         flow.score(rollouts, [two_rewards])
 
 
-@pytest.mark.parametrize(
-    ("rows", "field"),
-    [
-        (["1+1=", "2+2="], "Prompts.rows[0]"),
-        ("1+1=", "Prompts.rows"),
-        ({"prompt": ["1+1="]}, "Prompts.rows"),
-        (iter([{"prompt": "1+1="}]), "Prompts.rows"),
-    ],
-)
-def test_rows_of_a_recipe_are_a_list_of_dictionaries(rows: Any, field: str) -> None:
-    with invalid(field):
-        Prompts(config=DataConfig(), rows=rows)
-
-
-def test_rows_without_a_length_or_with_splits_are_refused_with_the_way_to_give_them() -> None:
-    import datasets
-
-    rows = datasets.Dataset.from_list([{"prompt": "1+1="}])
-    for wrong, fix in (
-        (rows.to_iterable_dataset(), "rows.take"),
-        (datasets.DatasetDict(train=rows), 'rows["train"]'),
-        (datasets.IterableDatasetDict(train=rows.to_iterable_dataset()), '["train"].take'),
-        (rows.to_pandas(), "from_pandas"),
-        (rows.data.table, "datasets.Dataset(rows)"),
-    ):
-        with invalid("type of Prompts.rows") as refused:
-            Prompts(config=DataConfig(), rows=wrong)
-        assert fix in refused.value.fix
-    for right in (rows, list(rows.to_iterable_dataset().take(1)), datasets.Dataset(rows.data)):
-        assert list(Prompts(config=DataConfig(), rows=right).rows or ()) == [{"prompt": "1+1="}]
-
-
-def test_rows_and_a_dataset_are_one_too_many() -> None:
-    config = DataConfig(source="mine.jsonl")
-    with invalid("data.source", "mine.jsonl"):
-        Prompts(config=config, rows=[{"prompt": "1+1="}])
-    assert Prompts(config=config).rows is None
-
-
-@pytest.mark.parametrize("given", [{"split": "test"}, {"subset": "main"}])
-def test_rows_of_a_recipe_have_no_splits(given: dict[str, str]) -> None:
-    (name,) = given
-    with invalid(f"data.{name}", given[name]):
-        Prompts(config=DataConfig(**given), rows=[{"prompt": "1+1="}])  # type: ignore[arg-type]
-
-
 def wide_flow(*, top_k: int, loss: Any) -> Dataflow:
     flow = Dataflow()
     policy, teacher = flow.model("policy"), flow.model("teacher", RoleConfig())
@@ -749,6 +601,8 @@ def reads_one_value(inputs: Any) -> Any:
 
 
 reads_one_value.needs = ("teacher_top_k",)  # type: ignore[attr-defined]
+
+
 reads_one_value.uses_advantages = False  # type: ignore[attr-defined]
 
 
@@ -860,167 +714,6 @@ def test_columns_in_the_wrong_place_are_refused() -> None:
         flow.train(rollouts, flow.main, loss=1, aggregation=1)
 
 
-@dataclass(frozen=True)
-class mine:
-    """A loss with attributes."""
-
-    def __init__(self, **attributes: Any) -> None:
-        for name, value in attributes.items():
-            object.__setattr__(self, name, value)
-
-    def __call__(self, inputs: Any) -> Any:
-        return inputs.trainer_logprobs, {}
-
-
-async def later(values: Any) -> Any:
-    return values
-
-
-def yielding(values: Any) -> Any:
-    yield values
-
-
-def correct(rollout: Rollout) -> float:
-    return 1.0
-
-
-def sized(size: Any) -> Any:
-    return needs_group(size)(lambda rewards: rewards)
-
-
-wrongly: Any = partial  # with keywords that no checker of types would let pass
-
-
-COLUMNS = "flow.train('policy'): columns"
-
-# The last column is a name in the message.
-WRONG_FUNCTIONS: list[tuple[str, Any, str, Any, str]] = [
-    ("loss", mine(needs=None), "mine(): needs", None, ""),
-    ("loss", mine(needs="reference_logprobs"), "mine(): needs", "reference_logprobs", ""),
-    ("loss", mine(needs=(1,)), "mine(): needs", (1,), ""),
-    ("loss", with_kl(mine(needs="abc"), "k3", 0.1), "mine(): needs", "abc", ""),
-    ("loss", mine(uses_advantages="no"), "mine(): uses_advantages", "no", ""),
-    ("loss", mine(whole_groups=1), "mine(): whole_groups", 1, ""),
-    ("loss", mine(candidates=("a",)), "mine(): candidates", ("a",), ""),
-    ("loss", mine(candidates="teacher_top_k"), COLUMNS, ["advantages"], "['teacher_top_k']"),
-    ("loss", partial(mine(needs=("a",))), COLUMNS, ["advantages"], "['a']"),
-    ("loss", later, "flow.train: loss", "later", ""),
-    ("loss", wrongly(mine(), beta=1), "flow.train: loss", "mine()", "'beta'"),
-    ("aggregation", later, "flow.train: aggregation", "later", ""),
-    ("per_group", later, "flow.per_group: function", "later", ""),
-    ("per_group", yielding, "flow.per_group: function", "yielding", ""),
-    ("per_batch", later, "flow.per_batch: function", "later", ""),
-    (
-        "per_group",
-        wrongly(grpo_advantage, eps=1.0),
-        "flow.per_group(grpo_advantage)",
-        NOT_GIVEN,
-        "'eps'",
-    ),
-    (
-        "per_batch",
-        wrongly(scale_rl_advantage, eps=1.0),
-        "flow.per_batch(scale_rl_advantage)",
-        NOT_GIVEN,
-        "'eps'",
-    ),
-    ("per_group", correct, "flow.per_group: function", "correct", "flow.score"),
-    (
-        "per_group",
-        reward_function(lambda ro: 1.0),
-        "flow.per_group: function",
-        NOT_GIVEN,
-        "flow.score",
-    ),
-    ("per_group", sized("2"), "<lambda>: min_group_size", "2", ""),
-    ("per_batch", sized(None), "<lambda>: min_group_size", None, ""),
-    ("score", yielding, "reward 'yielding'", NOT_GIVEN, ""),
-    ("score", wrongly(correct, strict=True), "reward 'partial'", NOT_GIVEN, "'strict'"),
-]
-
-
-@pytest.mark.parametrize(("stage", "function", "field", "value", "name"), WRONG_FUNCTIONS)
-def test_functions_of_the_user_are_checked(
-    stage: str, function: Any, field: str, value: Any, name: str
-) -> None:
-    flow = Dataflow()
-    rollouts = generated(flow)
-    reward = Column("reward") if stage == "score" else flow.score(rollouts, [lambda rollout: 1.0])
-    calls: dict[str, Any] = {
-        "score": lambda: flow.score(rollouts, [function]),
-        "per_group": lambda: flow.per_group(function, reward),
-        "per_batch": lambda: flow.per_batch(function, reward),
-    }
-    call = calls.get(stage, lambda: trained(flow, rollouts, reward, **{stage: function}))
-    with invalid(field, value) as found:
-        call()
-    assert name in str(found.value)
-
-
-@pytest.mark.parametrize(
-    ("head", "name", "is_refused"),
-    [
-        ("logits", "staleness", True),
-        ("logits", "score", False),
-        ("score", "score", True),
-        ("score", "value", False),
-    ],
-)
-def test_the_mean_of_a_column_is_no_other_metric(head: Any, name: str, is_refused: bool) -> None:
-    flow = Dataflow()
-    model = flow.model("model", head=head)
-    rows = flow.dataset(PROMPTS, group_size=2)
-    judge = flow.model("judge", RoleConfig(), head="score")
-    column = flow.infer(judge, rows, writes=name)
-    loss = mine(uses_advantages=False)
-    flow.train(model, rows, loss=loss, aggregation=token_mean, watch=[column])
-    if not is_refused:
-        return flow.check()
-    with invalid(f"stage 'infer {name}'", name):
-        flow.check()
-    return None
-
-
-def half(group_size: int, group_num_tokens: int, row_num_tokens: int) -> tuple[float, float]:
-    return 0.5 / row_num_tokens, 0.5
-
-
-def test_losses_of_pairs_are_means_over_pairs() -> None:
-    def train(loss: Any, aggregation: Any, head: Any = "logits") -> None:
-        flow = Dataflow()
-        model = flow.model("model", head=head)
-        pairs = flow.dataset(PROMPTS, group_size=2)
-        flow.train(model, pairs, PREFERENCE, loss=loss, aggregation=aggregation)
-
-    for aggregation in (token_mean, constant_length(8)):
-        for loss in (simpo(), entropy_bonus(simpo(), 0.1), partial(simpo())):
-            with invalid("flow.train: aggregation"):
-                train(loss, aggregation)
-        with invalid("flow.train: aggregation"):
-            train(bradley_terry(), aggregation, "score")
-    for aggregation in (sequence_mean, half):
-        train(simpo(), aggregation)
-
-
-def test_parts_are_names_and_no_column_is_written_twice_by_one_stage() -> None:
-    flow = Dataflow()
-    rollouts = generated(flow)
-
-    def reward(rollout: Any) -> float:
-        return 1.0
-
-    parts: Any = [reward]
-    with invalid("flow.score: parts", parts):
-        flow.score(rollouts, [reward], parts=parts)
-    with invalid("stage 'score'", "reward"):
-        flow.score(rollouts, [reward], parts=["reward"])
-
-
-def trained(flow: Dataflow, rollouts: Any, reward: Column, *columns: Column, **named: Any) -> None:
-    options: dict[str, Any] = {"loss": cispo(), "aggregation": token_mean}
-    flow.train(flow.main, rollouts, flow.per_group(center, reward), *columns, **options | named)
-
-
 def test_a_column_that_the_loss_does_not_read_is_refused() -> None:
     """Otherwise a reference model would run without any effect."""
     flow = Dataflow()
@@ -1066,103 +759,3 @@ def test_a_model_of_another_graph_is_refused() -> None:
     rollouts = generated(flow)
     with invalid("flow.infer: model", "reference"):
         flow.infer(other.model("reference", RoleConfig()), rollouts, writes="x")
-
-
-def asks(rollout: Any) -> str:
-    return f"Is {rollout.completion_text!r} right?"
-
-
-def finds(reply: str) -> float | None:
-    return float("yes" in reply)
-
-
-def takes_two(a: Any, b: Any) -> Any: ...
-
-
-async def waits(reply: str) -> float:
-    return 0.0
-
-
-def test_a_judge_is_a_frozen_model_that_writes_a_score() -> None:
-    flow = Dataflow()
-    rollouts = generated(flow)
-    judge = flow.model("judge", JudgeConfig())
-    score = flow.judge(judge, rollouts, ask=asks, parse=finds, max_tokens=8)
-    assert score == Column("score")
-    advantage = flow.per_group(grpo_advantage, score)
-    flow.train(flow.main, rollouts, advantage, loss=cispo(), aggregation=token_mean)
-    flow.check()
-    assert [stage.name for stage in flow.row_stages] == ["judge score"]
-    assert 's1["judge score<br/><i>judge</i>"]' in flow.to_mermaid()
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({"ask": "is it?"}, ""),
-        ({"ask": takes_two}, "'b'"),
-        ({"parse": float}, ""),
-        ({"parse": waits}, ""),
-        ({"parse": lambda: 0.0}, ""),
-        ({"max_tokens": 0}, "99"),
-        ({"max_tokens": 100}, "99"),
-        ({"max_tokens": 1.5}, ""),
-        ({"temperature": -1}, ""),
-        ({"temperature": float("inf")}, ""),
-        ({"temperature": 1e-9}, ""),
-    ],
-)
-def test_a_judge_that_could_not_answer_is_refused(changes: dict[str, Any], name: str) -> None:
-    flow = Dataflow()
-    rollouts = generated(flow)
-    judge = flow.model("judge", JudgeConfig(engine="vllm", pass_tokens=100))
-    arguments: dict[str, Any] = {"ask": asks, "parse": finds, "max_tokens": 8, **changes}
-    ((field, value),) = changes.items()
-    value = getattr(value, "__name__", value) if value is not float else value
-    with invalid(f"flow.judge('judge'): {field}", value) as found:
-        flow.judge(judge, rollouts, **arguments)
-    assert name in found.value.rule
-
-
-def test_models_that_are_no_judge_are_refused() -> None:
-    flow = Dataflow()
-    rollouts = generated(flow)
-    for config, field in ((TrainedRoleConfig(), "model"), (RoleConfig(num_gpus=0.5), "num_gpus")):
-        wrong = flow.model(type(config).__name__, config)
-        with invalid(f"flow.judge({wrong.name!r}): {field}"):
-            flow.judge(wrong, rollouts, ask=asks, parse=finds)
-    with invalid("flow.judge('policy'): model", "policy"):
-        flow.judge(flow.main, rollouts, ask=asks, parse=finds)
-    scorer = flow.model("scorer", RoleConfig(), head="score")
-    with invalid("flow.judge('scorer'): head", "score"):
-        flow.judge(scorer, rollouts, ask=asks, parse=finds)
-    judge = flow.model("judge", JudgeConfig())
-    with invalid("flow.infer: model", "judge"):
-        flow.infer(judge, rollouts, writes="judge_logprobs")
-    with invalid("flow.judge: rollouts", ["token_ids"]):
-        flow.judge(judge, rollouts[1:2], ask=asks, parse=finds)
-
-
-def test_what_a_judge_writes_must_be_read() -> None:
-    flow = Dataflow()
-    rollouts = generated(flow)
-    advantage = flow.per_group(grpo_advantage, flow.score(rollouts, [lambda rollout: 1.0]))
-    flow.judge(flow.model("judge", RoleConfig()), rollouts, ask=asks, parse=finds)
-    flow.train(flow.main, rollouts, advantage, loss=cispo(), aggregation=token_mean)
-    with invalid("stage 'judge score'", ["score"]):
-        flow.check()
-
-
-def test_a_frozen_model_has_one_stage() -> None:
-    flow = Dataflow()
-    rollouts = generated(flow)
-    judge = flow.model("judge", RoleConfig())
-    scores = [
-        flow.judge(judge, rollouts, ask=asks, parse=finds, writes=name) for name in ("kind", "true")
-    ]
-    advantage = flow.per_group(grpo_advantage, scores[0])
-    flow.train(
-        flow.main, rollouts, advantage, loss=cispo(), aggregation=token_mean, watch=scores[1:]
-    )
-    with invalid("stage 'judge true': model", "judge"):
-        flow.check()
