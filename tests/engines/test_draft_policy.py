@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.engines.generation.draft_pace import Pace
-from rlsys.engines.generation.torch.ngram_draft import repeated
+from rlsys.engines.generation.ngram_draft import repeated
 
 
 def draft(tokens: Sequence[int], **options: Any) -> list[int] | None:

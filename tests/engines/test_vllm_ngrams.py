@@ -1,26 +1,28 @@
-"""The pace of vLLM's n-gram drafts, with a proposer and passes that take given times."""
+"""n-gram drafts in vLLM, with a proposer and passes that take given times."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlsys.engines.generation.vllm.vllm_ngrams import PacedNgrams
+from rlsys.types import Int32Array
+
+# Two requests that repeat themselves, and the memory of vLLM after them.
+LENGTHS: Int32Array = np.array([6, 7], np.int32)
+TOKENS: Int32Array = np.array(
+    [[1, 2, 3, 4, 1, 2, 9, 9, 9, 9], [5, 6, 7, 8, 9, 5, 6, 0, 0, 0]], np.int32
+)
 
 
 class Proposer:
-    """vLLM's proposer: two drafted tokens for each request, by a look-up of 0.1 s."""
+    """The part of vLLM's NgramProposer that is used."""
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-
-    def propose(
-        self, num_tokens: int, sampled: Sequence[Sequence[int]], *args: Any, **kwargs: Any
-    ) -> list[list[int]]:
-        self._runner.seconds += 0.1
-        return [[7, 7] for _ in sampled]
+    min_n, max_n = 2, 4
+    propose: Any
 
 
 class Runner:
@@ -32,7 +34,7 @@ class Runner:
         self.num_drafted_passes = 0
         self._drafted_s, self._num_accepted = drafted_s, num_accepted
         self._drafts: list[list[int]] = [[], []]
-        self._proposer = Proposer(self)
+        self._proposer = Proposer()
         self.paced = PacedNgrams(self._proposer, clock=lambda: self.seconds)
 
     def step(self, *, prefill_s: float = 0.0) -> None:
@@ -47,7 +49,7 @@ class Runner:
         self.seconds += (self._drafted_s if drafted else 1.0) + prefill_s
         sampled = [[5] * (1 + (self._num_accepted if name in drafted else 0)) for name in names]
         self.num_tokens += sum(len(one) for one in sampled)
-        self._drafts = self._proposer.propose(2, sampled, None, slot_mappings=None)
+        self._drafts = self._proposer.propose(2, sampled, LENGTHS, TOKENS, slot_mappings=None)
 
     def rate(self, num_passes: int) -> float:
         """Return the tokens per second of further passes."""
@@ -62,12 +64,12 @@ def test_drafts_that_slow_the_engine_down_are_left_out(drafted_s: float, num_acc
     runner = Runner(drafted_s, num_accepted)
     assert runner.rate(4000) > 0.97 * 2
     speedup = runner.paced.speedup
-    assert speedup == pytest.approx((1 + num_accepted) / (drafted_s + 0.1), rel=0.05)
+    assert speedup == pytest.approx((1 + num_accepted) / drafted_s, rel=0.05)
 
 
 def test_drafts_that_pay_are_made_after_almost_each_pass() -> None:
     runner = Runner(1.1, 2)
-    assert runner.rate(1000) > 0.95 * 6 / 1.2
+    assert runner.rate(1000) > 0.95 * 6 / 1.1
     assert runner.num_drafted_passes > 900
 
 
@@ -77,12 +79,41 @@ def test_prefills_and_the_time_between_two_passes_do_not_count() -> None:
     for _ in range(50):
         runner.step(prefill_s=50.0)
         runner.seconds += 1000.0  # nothing to do
-    assert runner.paced.speedup == pytest.approx(3 / 1.2, rel=0.05)
+    assert runner.paced.speedup == pytest.approx(3 / 1.1, rel=0.05)
 
 
 def test_requests_without_a_sampled_token_have_no_part() -> None:
     runner = Runner(1.1, 2)
     runner.paced.begin({"a": 50}, {})
-    assert runner.paced.propose(2, [[]]) == [[]]
-    assert runner.paced.propose(2, []) == []
+    assert runner.paced.propose(2, [[]], LENGTHS, TOKENS) == [[]]
+    assert runner.paced.propose(2, [], LENGTHS, TOKENS) == []
     assert runner.paced.speedup is None
+
+
+class Always:
+    """Drafts after each pass."""
+
+    speedup = None
+
+    def drafts(self, num_running: int) -> bool:
+        return True
+
+    def observe(self, num_running: int, **result: Any) -> None:
+        pass
+
+
+def drafts(
+    num_tokens: int, sampled: Sequence[Sequence[int]], tokens: Int32Array
+) -> list[list[int]]:
+    return PacedNgrams(Proposer(), pace=Always()).propose(num_tokens, sampled, LENGTHS, tokens)
+
+
+def test_a_draft_repeats_what_followed_within_the_length_that_vllm_can_hold() -> None:
+    assert drafts(2, [[2], [6]], TOKENS) == [[3, 4], [7, 8]]
+    assert drafts(2, [[2], []], TOKENS) == [[3, 4], []]  # the prompt of the second goes on
+    assert drafts(2, [[2]], TOKENS) == [[3, 4]]
+    assert drafts(3, [[2], [6]], TOKENS[:, :8]) == [[3, 4], [7]]
+    assert drafts(2, [[2], [6]], TOKENS[:, :7]) == [[3], []]
+    other = TOKENS.copy()
+    other[0, 5] = 0
+    assert drafts(2, [[0], [6]], other) == [[], [7, 8]]

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from rlsys.config.speculation import Speculation
 from rlsys.engines.generation.draft_pace import Pace, Pacing
-from rlsys.engines.generation.torch.ngram_draft import repeated
+from rlsys.engines.generation.ngram_draft import repeated
 from rlsys.types import Int32Array
 
 if TYPE_CHECKING:  # importing it takes as long as importing torch

@@ -57,6 +57,8 @@ def start_vllm(
         VLLM_WORKER_MULTIPROC_METHOD="spawn",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         OMP_NUM_THREADS=str(num_threads),
+        # vLLM's search for n-grams starts Numba, whose default layer changes the threads of torch.
+        NUMBA_THREADING_LAYER="workqueue",
         VLLM_NO_USAGE_STATS="1",
         VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         PYTHONWARNINGS="ignore",
