@@ -123,8 +123,9 @@ def _kv_time(
     batch: float,
     context: float,
     constants: Constants,
+    queries: int = 1,
 ) -> float:
-    """Return the seconds of all layers' decoding attention."""
+    """Return the seconds of all layers' decoding attention, with new tokens of each row."""
     kernels = kernels_of(cluster.gpu)
     attention_tp = max(plan.tp // plan.attention_dp, 1)
     rows = batch / plan.attention_dp
@@ -132,6 +133,7 @@ def _kv_time(
         width = model.kv_lora + model.rope_dim
         num_bytes = rows * context * width * BYTES_OF[plan.kv]
         flops = 2 * rows * context * model.heads / attention_tp * (width + model.kv_lora)
+        flops *= queries
         seconds = max(
             num_bytes / kernels.bandwidth, flops / kernels.gpu.peak("bf16") / MLA_DECODE_SHARE
         )
@@ -164,7 +166,8 @@ def decode_parts(
     profile = constants.profile(plan.profile)
     tokens = batch * (1 + drafted)
     parts = _layers_time(model, cluster, plan, tokens, constants)
-    parts["kv_cache"] = _kv_time(model, cluster, plan, batch, context, constants)
+    queries = 1 + drafted
+    parts["kv_cache"] = _kv_time(model, cluster, plan, batch, context, constants, queries)
     n, k = model.head.local(plan.tp)
     parts["head"] = kernels_of(cluster.gpu).gemm(tokens, n, k, "bf16") / constants["decode_gemm"]
     if cluster.gpu.decode_reads:

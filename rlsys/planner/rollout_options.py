@@ -5,8 +5,10 @@
 For each number of running requests of a replica: the time of a decoding step, the tokens per second
 with each option over those without, and the share of accepted tokens
 (`engine/draft_acceptance/ACTOR`) from which speculation pays. "-" means that the KV cache does not
-hold so many requests. Times are those of decode_time.py, in closed form. Looking up n-grams and the
-engine's work for them on the host are not counted.
+hold so many requests, or that an option is not available: 8 bits without such products on the GPU,
+fp8 weights of a mixture of experts. Times are those of decode_time.py, in closed form. Each request
+has a draft of all its tokens in each pass, so the gain of n-grams is an upper bound. Looking up
+n-grams and the engine's work for them on the host are not counted.
 """
 
 from __future__ import annotations
@@ -81,7 +83,8 @@ def speculation(
     constants = constants or fitted_constants()
     plain = decode_parts(model, cluster, plan, batch, context, constants)
     checked = decode_parts(model, cluster, plan, batch, context, constants, drafted)
-    seconds = sum(checked.values())
+    # Measured all-reduces may take less time with more tokens.
+    seconds = sum(max(checked[name], plain[name]) for name in plain)
     if has_head:
         layer = sum(plain[name] for name in LAYER_PARTS) / model.layers
         seconds += drafted * (layer + plain["head"])
@@ -142,7 +145,9 @@ def table(
         seconds = sum(decode_parts(*of_model, fitted_constants()).values())
         cells = [str(batch), f"{1000 * seconds:.1f}"]
         for kv, weights in (("fp8", ""), ("", "fp8_block")):
-            cells.append(f"{precision_speedup(*of_model, kv=kv, weights=weights):.2f}")
+            is_supported = cluster.gpu.fp8 and not (weights and model.is_moe)
+            gain = precision_speedup(*of_model, kv=kv, weights=weights)
+            cells.append(f"{gain:.2f}" if is_supported else "-")
         for has_head in (False, True):
             found = speculation(*of_model, drafted=drafted, has_head=has_head)
             pays = found.pays_from
@@ -229,11 +234,12 @@ def _check(options: argparse.Namespace, model: Architecture, cluster: Cluster) -
         fix="Use 0.4.",
     )
     require(
-        1 <= options.tp <= cluster.num_gpus,
+        1 <= options.tp <= cluster.per_node and model.heads % options.tp == 0,
         "tp",
         options.tp,
-        rule=f"must be from 1 to {cluster.num_gpus}, the GPUs of the cluster",
-        fix="Use fewer GPUs for a replica, or a larger cluster.",
+        rule=f"must divide {model.heads}, the model's heads, and be at most {cluster.per_node}, "
+        "the GPUs of a node",
+        fix="Use another number of GPUs for a replica.",
     )
 
 

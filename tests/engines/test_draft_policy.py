@@ -125,6 +125,36 @@ def test_the_pace_follows_a_change() -> None:
     assert 3000 / (machine.seconds - before) > 0.95
 
 
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize(("drafted_s", "tokens", "best"), [(2.0, 1, 1.0), (1.2, 3, 2.5)])
+def test_one_of_the_first_passes_that_was_interrupted_is_soon_forgotten(
+    drafted: bool, number: int, drafted_s: float, tokens: int, best: float
+) -> None:
+    machine = Machine(1.0, drafted_s, tokens)
+    seen = 0
+    while seen <= number:
+        kind = machine.pace.drafts(1)
+        seconds = machine.times[kind]
+        if kind == drafted:
+            seconds *= 1000 if seen == number else 1
+            seen += 1
+        machine.pace.observe(1, drafted=kind, num_tokens=machine.tokens[kind], seconds=seconds)
+    machine.seconds, machine.num_tokens = 0.0, 0
+    machine.run(2000)
+    assert machine.num_tokens / machine.seconds > 0.94 * best
+
+
+def test_drafts_that_become_useful_are_used_after_the_next_try() -> None:
+    machine = Machine(1.0, 2.0, 1)
+    machine.run(20_000)
+    machine.tokens[True] = 5
+    machine.run(1200)
+    before = machine.seconds
+    machine.run(2000)
+    assert 2000 / (machine.seconds - before) > 2.4
+
+
 def test_a_pass_that_was_interrupted_hardly_counts() -> None:
     machine = Machine(1.0, 2.0, 1)
     machine.run(100)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from rlsys.planner.decode_time import decode_step_time
+from rlsys.planner.decode_time import decode_parts, decode_step_time
 from rlsys.planner.hardware import parse_cluster
 from rlsys.planner.model_config import named_model
+from rlsys.planner.profiles import fitted_constants
 from rlsys.planner.rollout_options import main, precision_speedup, speculation
 from rlsys.planner.run_plan import PLAIN_GENERATION
 
@@ -45,6 +48,35 @@ def test_eight_bits_save_at_most_half_of_what_is_read() -> None:
     assert 1 < precision_speedup(MODEL, CLUSTER, PLAN, 1, 200, weights="fp8_block") < 2
 
 
+def test_drafts_never_shorten_a_step() -> None:
+    """Although measured all-reduces of larger messages may take less time."""
+    plan = replace(PLAN, tp=8)
+    for batch in (16, 32, 64):
+        cluster, model = parse_cluster("8xB200"), named_model("Llama-3.1-70B")
+        assert speculation(model, cluster, plan, batch, 2000, drafted=1).cost >= 1
+
+
+def test_latent_attention_computes_each_drafted_token() -> None:
+    model, cluster = named_model("DeepSeek-V3"), parse_cluster("8xH20")
+    parts = [
+        decode_parts(model, cluster, replace(PLAN, tp=8), 64, 2000, fitted_constants(), drafted)
+        for drafted in (0, 4)
+    ]
+    assert parts[1]["kv_cache"] > 1.5 * parts[0]["kv_cache"]
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "missing"),
+    [("Qwen/Qwen3-30B-A3B", "2xH100", {3}), ("Qwen/Qwen3-8B", "2xV100", {2, 3})],
+)
+def test_options_that_are_not_available_have_no_number(
+    model: str, cluster: str, missing: set[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([model, "--cluster", cluster, "--tp", "2", "--requests", "8"]) == 0
+    row = [cell.strip() for cell in capsys.readouterr().out.splitlines()[2].strip("|").split("|")]
+    assert {place for place, cell in enumerate(row) if cell == "-"} == missing
+
+
 def test_the_table_has_a_row_for_each_number_of_requests(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -69,6 +101,8 @@ def test_the_table_has_a_row_for_each_number_of_requests(
         ["Qwen/Qwen3-8B", "--num-tokens", "33"],
         ["Qwen/Qwen3-8B", "--accepted", "1.5"],
         ["Qwen/Qwen3-8B", "--tp", "2"],
+        ["Qwen/Qwen3-8B", "--cluster", "8xH100", "--tp", "5"],
+        ["Qwen/Qwen3-8B", "--cluster", "2x8xH100", "--tp", "16"],
     ],
 )
 def test_bad_arguments_are_refused(arguments: list[str]) -> None:

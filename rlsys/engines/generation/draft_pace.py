@@ -10,16 +10,18 @@ speculation costs a few percent at most. What is sampled does not depend on it.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Protocol
 
-# Passes of each kind before the first comparison.
-NUM_TRIALS = 4
+# Passes of a kind before it is compared.
+NUM_TRIALS = 3
+# Newest passes of a kind that count.
+WINDOW = 16
 # Passes between two tries of the slower kind, at first and at most.
 FIRST_INTERVAL, LAST_INTERVAL = 32, 1024
-# Weight of earlier passes at each new one.
-MEMORY = 0.9
-# A pass counts as at most this many mean ones: another process may have had the processor.
+# A pass counts as at most this many median ones: another process may have had the processor.
 OUTLIER = 2.0
 # Drafts must be faster by this factor, since measurements have noise.
 MARGIN = 1.02
@@ -39,43 +41,68 @@ class Pacing(Protocol):
         """Tokens/s with drafts over those without, at the newest number of requests, if known."""
 
 
-@dataclass
 class _Rate:
-    """Tokens per request and second, with a fading memory."""
+    """Tokens per request and second of the newest passes of a kind."""
 
-    num_passes: int = 0
-    weight: float = 0.0
-    tokens: float = 0.0
-    seconds: float = 0.0
+    def __init__(self) -> None:
+        self._passes: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # (tokens, seconds)
 
     def add(self, tokens: float, seconds: float) -> None:
-        if self.num_passes >= NUM_TRIALS:
-            seconds = min(seconds, OUTLIER * self.seconds / self.weight)
-        self.num_passes += 1
-        self.weight = MEMORY * self.weight + 1
-        self.tokens = MEMORY * self.tokens + tokens
-        self.seconds = MEMORY * self.seconds + seconds
+        self._passes.append((tokens, seconds))
+
+    def forget(self) -> None:
+        self._passes.clear()
+
+    @property
+    def is_known(self) -> bool:
+        return len(self._passes) >= NUM_TRIALS
 
     @property
     def value(self) -> float:
-        return self.tokens / max(self.seconds, 1e-9)
+        limit = OUTLIER * median(seconds for _, seconds in self._passes)
+        seconds = sum(min(one, limit) for _, one in self._passes)
+        return sum(tokens for tokens, _ in self._passes) / max(seconds, 1e-9)
 
 
 @dataclass
 class _Comparison:
-    """Both kinds of passes with about the same number of requests."""
+    """Both kinds of passes with about the same number of requests.
+
+    A kind whose rate is not known is measured next. To try a kind again is to forget its rate, so
+    one interrupted pass or a change of the text counts until the next try only.
+    """
 
     plain: _Rate = field(default_factory=_Rate)
     drafted: _Rate = field(default_factory=_Rate)
-    interval: int = FIRST_INTERVAL
-    until_try: int = FIRST_INTERVAL
-    num_tries_left: int = 0
+    uses_drafts: bool = False
+    is_trying: bool = True
+    interval: int = FIRST_INTERVAL // 2
+    until_try: int = 0
+    speedup: float | None = None
 
-    @property
-    def speedup(self) -> float:
-        if min(self.plain.num_passes, self.drafted.num_passes) < NUM_TRIALS:
-            return 1.0
-        return self.drafted.value / self.plain.value
+    def drafts(self) -> bool:
+        if not self.plain.is_known:
+            return False
+        return not self.drafted.is_known or self.uses_drafts
+
+    def observe(self, *, drafted: bool, tokens: float, seconds: float) -> None:
+        (self.drafted if drafted else self.plain).add(tokens, seconds)
+        if not (self.plain.is_known and self.drafted.is_known):
+            return
+        self.speedup = self.drafted.value / self.plain.value
+        changed = (self.speedup > MARGIN) != self.uses_drafts
+        self.uses_drafts ^= changed
+        if changed:
+            self.interval = max(FIRST_INTERVAL, self.interval // 4)
+        elif self.is_trying:
+            self.interval = min(2 * self.interval, LAST_INTERVAL)
+        if changed or self.is_trying:
+            self.until_try, self.is_trying = self.interval, False
+            return
+        self.until_try -= 1
+        if self.until_try <= 0:
+            self.is_trying = True
+            (self.plain if self.uses_drafts else self.drafted).forget()
 
 
 class Pace:
@@ -87,33 +114,14 @@ class Pace:
 
     def drafts(self, num_running: int) -> bool:
         """See `Pacing.drafts`."""
-        one = self._of(num_running)
-        if one.plain.num_passes < NUM_TRIALS:
-            return False
-        if one.drafted.num_passes < NUM_TRIALS:
-            return True
-        is_better = one.speedup > MARGIN
-        return is_better != (one.num_tries_left > 0)
+        return self._of(num_running).drafts()
 
     def observe(self, num_running: int, *, drafted: bool, num_tokens: int, seconds: float) -> None:
         """See `Pacing.observe`."""
         one = self._of(num_running)
-        was_better = one.speedup > MARGIN
-        (one.drafted if drafted else one.plain).add(num_tokens / num_running, seconds)
-        if min(one.plain.num_passes, one.drafted.num_passes) < NUM_TRIALS:
-            return
-        self.speedup = one.speedup
-        if one.num_tries_left:
-            one.num_tries_left -= 1
-            changed = (one.speedup > MARGIN) != was_better
-            if changed:
-                one.num_tries_left, one.interval = 0, FIRST_INTERVAL
-            elif not one.num_tries_left:
-                one.interval = min(2 * one.interval, LAST_INTERVAL)
-        else:
-            one.until_try -= 1
-            if one.until_try <= 0:
-                one.until_try, one.num_tries_left = one.interval, 1
+        one.observe(drafted=drafted, tokens=num_tokens / num_running, seconds=seconds)
+        if one.speedup is not None:
+            self.speedup = one.speedup
 
     def _of(self, num_running: int) -> _Comparison:
         # A pass computes rows in blocks of 16, so few numbers of requests differ in time.
