@@ -28,7 +28,8 @@ SIZES = {
     "scripts/bench/preemptions.py": "--seeds 1 --completions 40",
     "recipes/quickstart.py": shlex.join(SMALL_QUICKSTART),
     "recipes/sums_in_words.py": "--prompts-per-step 2 --group-size 2 --num-steps 2 "
-    "--rollout.kv-cache-gib 0.1 --evaluation.every 0 --sampling.max-tokens 8",
+    "--rollout.kv-cache-gib 0.1 --evaluation.every 0 --sampling.max-tokens 8 "
+    "--data.max-prompt-tokens 100",
 }
 
 

@@ -265,7 +265,7 @@ def test_tokens_have_the_distribution_of_the_policy(tmp_path: Path) -> None:
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.data.zero_()
     model.save_pretrained(path)
-    prompts = [[3 + i % 50, 4 + i // 50, *REPEATED] for i in range(250)]
+    prompts = [[3 + i % 50, 4 + i // 50, *REPEATED] for i in range(270)]
     sampling: dict[str, Any] = {"temperature": 0.2, "max_tokens": 200}
 
     async def sampled() -> tuple[list[list[Generation]], int]:
