@@ -98,6 +98,7 @@ async def measure(
                 name = f"temperature {temperature:g}, {concurrent} requests"
                 results[name] = {key: round(value, 3) for key, value in found.items()}
                 print(name, results[name], flush=True)
+        await engines["drafted"].progress()  # vLLM's counts are read then
         stats = engines["drafted"].stats()
         results["drafts"] = {"acceptance": round(stats.draft_acceptance or 0.0, 3)}
         return results
