@@ -121,9 +121,9 @@ def table(
     batches: Sequence[int],
     context: int,
     *,
-    tp: int = 1,
-    drafted: int = 4,
-    acceptance: float = 0.4,
+    tp: int,
+    drafted: int,
+    acceptance: float,
 ) -> Iterator[list[str]]:
     """Yield the rows of the table, its header first."""
     plan = replace(PLAIN_GENERATION, tp=tp)
@@ -151,7 +151,7 @@ def table(
         for has_head in (False, True):
             found = speculation(*of_model, drafted=drafted, has_head=has_head)
             pays = found.pays_from
-            cells.append("never" if pays > 1 else _percent(max(pays, 0)))
+            cells.append("never" if pays > 1 else _percent(pays))
             cells.append(f"{found.speedup(acceptance):.2f}")
         yield cells
 
